@@ -1,0 +1,138 @@
+"""What each kernel takes of a GPU, compiled without one.
+
+    python -m benchmarks.resources                       # every row of the table of blocks
+    python -m benchmarks.resources --capability 90 --kernel forward_kernel --json
+
+Prints, for each kernel and row of `jttt/kernels/blocks.py`, the registers and spilled bytes of a
+thread, as ptxas reports them, and the shared memory of a program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from jttt import passes
+from jttt.kernels import blocks, launch
+from jttt.kernels.config import Blocks
+from jttt.spec import AttentionSpec, Band
+
+# Shared memory that one program can have, in bytes: 8.6 and 8.9 have the least of 8.x.
+SHARED_MEMORY = {80: 101_376, 90: 232_448}
+
+_DTYPES = {2: jnp.bfloat16, 4: jnp.float32}
+_TRITON_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Resources:
+    """One compiled kernel: registers and spilled bytes of a thread, shared bytes of a program."""
+
+    kernel: str
+    capability: int
+    width: int
+    dtype: str
+    blocks: Blocks
+    registers: int
+    spilled: int
+    shared: int
+
+    @property
+    def fits(self) -> bool:
+        return self.shared <= SHARED_MEMORY[self.capability]
+
+
+def launches_of(kernel: str, width: int, dtype: Any, capability: int, causal: bool = True) -> launch.Launch:
+    """The launch of one kernel at a head width, with every optional operand and output."""
+    name = next(name for name, entries in launch.KERNELS.items()
+                if any(entry[0].__name__ == kernel for entry in entries))
+    batch, T, S, N, K = (1,), 512, 512, 4, 2
+    kinds = {"query": (T, N, width), "key": (S, K, width), "value": (S, K, width), "output": (T, N, width)}
+    operands = {"query": None, "key": None, "value": None, "output": None, "lse": None, "d_output": None,
+                "delta": None, "t_lse": None, "row_term": None, "t_query": None, "t_key": None, "t_value": None}
+    for array in operands:
+        kind = array.split("_")[-1]
+        operands[array] = (jax.ShapeDtypeStruct(batch + kinds[kind], dtype) if kind in kinds
+                           else jax.ShapeDtypeStruct((*batch, N, T), jnp.float32))
+    spec = AttentionSpec(scale=width**-0.5, band=Band(right=0) if causal else Band())
+    candidates = launch.launches(name, spec, operands, passes.OUTPUTS[name], batch, capability)
+    return next(x for x in candidates if x.kernel.__name__ == kernel)
+
+
+def compile_launch(planned: launch.Launch, cut: Blocks | None = None) -> Any:
+    """Triton's compiled kernel, for the launch's capability, with other blocks if given."""
+    config = planned.config if cut is None else dataclasses.replace(planned.config, blocks=cut)
+    signature, constants = {}, {}
+    for name in planned.kernel.arg_names:
+        value = planned.outputs.get(name, planned.arguments.get(name))
+        if name == "C" or value is None:
+            signature[name], constants[name] = "constexpr", config if name == "C" else None
+        elif isinstance(value, int):
+            signature[name] = "i32"
+        else:
+            signature[name] = "*" + _TRITON_TYPES[jnp.dtype(value.dtype).name]
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
+    source = ASTSource(planned.kernel, signature, constants, aligned)
+    options = dict(num_warps=config.blocks.warps, num_stages=config.blocks.stages)
+    return triton.compile(source, target=GPUTarget("cuda", planned.capability, 32), options=options)
+
+
+def measure(kernel: str, width: int, itemsize: int, capability: int) -> Resources:
+    """Compiles one row of the table and asks ptxas what it takes."""
+    dtype = _DTYPES[itemsize]
+    planned = launches_of(kernel, width, dtype, capability)
+    compiled = compile_launch(planned)
+    registers, spilled = _ptxas(compiled.asm["ptx"], capability)
+    return Resources(kernel, capability, width, jnp.dtype(dtype).name, planned.config.blocks, registers, spilled,
+                     compiled.metadata.shared)
+
+
+def _ptxas(ptx: str, capability: int) -> tuple[int, int]:
+    target = re.search(r"\.target\s+(sm_\w+)", ptx).group(1)
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [get_ptxas(capability).path, "-v", f"--gpu-name={target}", file.name, "-o", "/dev/null"]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    registers = int(re.search(r"Used (\d+) registers", report).group(1))
+    return registers, int(re.search(r"(\d+) bytes spill stores", report).group(1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.resources", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capability", type=int, choices=sorted(blocks.TABLE), help="only this one")
+    parser.add_argument("--kernel", help="only this one")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    arguments = parser.parse_args()
+    rows = [(kernel, width, itemsize, capability)
+            for capability, table in blocks.TABLE.items() for kernel, width, itemsize in table
+            if arguments.capability in (None, capability) and arguments.kernel in (None, kernel)]
+    with concurrent.futures.ProcessPoolExecutor(2) as pool:
+        results = list(pool.map(measure, *zip(*rows, strict=True)))
+    if arguments.json:
+        json.dump([dataclasses.asdict(x) for x in results], sys.stdout)
+        return
+    print(f"{'kernel':20} {'sm':>3} {'width':>5} {'dtype':9} {'T×S warps stages':>17} {'registers':>9} {'spilled':>8} {'shared':>8}")
+    for x in results:
+        cut = f"{x.blocks.queries}×{x.blocks.keys} {x.blocks.warps} {x.blocks.stages}"
+        print(f"{x.kernel:20} {x.capability:3} {x.width:5} {x.dtype:9} {cut:>17} {x.registers:9} {x.spilled:8} "
+              f"{x.shared:8}{'' if x.fits else '  does not fit'}")
+
+
+if __name__ == "__main__":
+    main()

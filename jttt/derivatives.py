@@ -1,0 +1,163 @@
+"""The chain of derivative rules: attention, its backward, and the backward of that.
+
+    attention         forward              saves query, key, value, output, lse
+      └ backward      backward             saves its inputs
+          └ double_backward                tangent, then double_backward
+              └ autodiff of `reference.second_order`, exact at order three and up
+
+Each rule is a `jax.custom_vjp` around passes of `passes.py`, so reverse mode over reverse mode runs
+kernels end to end. Derivatives that nobody asked for and cotangents that are structurally zero
+(`symbolic_zeros`) leave their products out.
+
+One convention keeps the chain short. `output` and `lse` enter `backward` and `double_backward` as
+arrays, but their rules differentiate the whole dependence on query, key and value, through output
+and lse as well, and give output and lse no cotangent of their own. That is exact as long as they
+are what `forward` made of the same query, key and value, which holds for every caller here.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from jttt import passes, reference
+from jttt.spec import AttentionSpec
+
+Arrays = dict[str, jax.Array | None]
+
+# Names by which a `jax.checkpoint` policy can save what `forward` made.
+OUTPUT_NAME = "attention_output"
+LSE_NAME = "attention_lse"
+
+_INPUTS = ("query", "key", "value")
+
+
+@jax.tree_util.register_static
+class _Wanted(frozenset[str]):
+    """Names of the arguments that are being differentiated, carried among a rule's residuals."""
+
+
+def _split(arguments: Any) -> tuple[Any, _Wanted]:
+    """The values of a rule's perturbation-tracking arguments, and the names of the perturbed ones."""
+    values = {name: None if x is None else x.value for name, x in arguments.items()}
+    wanted = _Wanted(name for name, x in arguments.items() if x is not None and x.perturbed)
+    return values, wanted
+
+
+def _nonzero(cotangent: Any) -> jax.Array | None:
+    """The cotangent, or None where it is structurally zero."""
+    return None if cotangent is None or isinstance(cotangent, SymbolicZero) else cotangent
+
+
+def _selected(cotangents: Arrays, arguments: Arrays) -> Arrays:
+    """One entry for each argument, None (a zero) where there is no cotangent."""
+    return {name: cotangents.get(name) for name in arguments}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attention(spec: AttentionSpec, inputs: Arrays) -> tuple[jax.Array, jax.Array]:
+    """`(output, lse)` of canonical inputs `query`, `key`, `value`, shaped as in `reference.py`."""
+    results = passes.run("forward", spec, inputs)
+    return results["output"], results["lse"]
+
+
+def _attention_fwd(spec: AttentionSpec, inputs):
+    inputs, wanted = _split(inputs)
+    output, lse = attention(spec, inputs)
+    output, lse = checkpoint_name(output, OUTPUT_NAME), checkpoint_name(lse, LSE_NAME)
+    return (output, lse), (inputs, output, lse, wanted)
+
+
+def _attention_bwd(spec: AttentionSpec, residuals, cotangents):
+    inputs, output, lse, wanted = residuals
+    d_output, d_lse = map(_nonzero, cotangents)
+    if d_output is None and d_lse is None:
+        return (_selected({}, inputs),)
+    if d_output is None:
+        d_output = jax.numpy.zeros_like(output)
+    arguments = {**inputs, "output": output, "lse": lse, "d_output": d_output, "d_lse": d_lse}
+    gradients = backward(spec, wanted, arguments)
+    return (_selected({name: gradients[f"d_{name}"] for name in wanted}, inputs),)
+
+
+attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def backward(spec: AttentionSpec, wanted: _Wanted, arguments: Arrays) -> dict[str, jax.Array]:
+    """`d_query`, `d_key`, `d_value`, those that are wanted.
+
+    Arguments: the inputs, output, lse and their cotangents d_output and d_lse (None if zero).
+    """
+    return passes.run("backward", spec, _backward_operands(arguments),
+                      [f"d_{name}" for name in _INPUTS if name in wanted])
+
+
+def _backward_operands(arguments: Arrays) -> Arrays:
+    operands = {name: arguments[name] for name in (*_INPUTS, "lse", "d_output")}
+    delta = reference.delta(arguments["output"], arguments["d_output"], arguments["d_lse"])
+    return {**operands, "delta": delta}
+
+
+def _backward_fwd(spec: AttentionSpec, wanted: _Wanted, arguments):
+    arguments, perturbed = _split(arguments)
+    return backward(spec, wanted, arguments), (arguments, perturbed)
+
+
+def _backward_bwd(spec: AttentionSpec, wanted: _Wanted, residuals, cotangents):
+    arguments, perturbed = residuals
+    direction = {f"t_{name}": _nonzero(cotangents.get(f"d_{name}")) for name in _INPUTS}
+    if all(t is None for t in direction.values()):
+        return (_selected({}, arguments),)
+    gradients = double_backward(spec, perturbed, {**arguments, **direction})
+    return (_selected(gradients, arguments),)
+
+
+backward.defvjp(_backward_fwd, _backward_bwd, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def double_backward(spec: AttentionSpec, wanted: _Wanted, arguments: Arrays) -> Arrays:
+    """Cotangents of the arguments of `backward`, by their names, those that are wanted.
+
+    Arguments: those of `backward` and the direction t_query, t_key, t_value, the cotangents of
+    d_query, d_key, d_value (None if zero).
+    """
+    operands = _backward_operands(arguments)
+    operands |= {f"t_{name}": arguments[f"t_{name}"] for name in _INPUTS}
+    # Without a tangent of the scores, E of the design note is zero and so is the gradient of value.
+    scores_move = operands["t_query"] is not None or operands["t_key"] is not None
+    inputs = [name for name in _INPUTS if name in wanted and (scores_move or name != "value")]
+
+    rows = passes.run("tangent", spec, {**operands, "output": arguments["output"]})
+    gradients = passes.run("double_backward", spec,
+                           {**operands, "t_lse": rows["t_lse"], "row_term": rows["row_term"]},
+                           [f"g_{name}" for name in inputs])
+    cotangents = {name: gradients[f"g_{name}"] for name in inputs}
+    cotangents |= {"d_output": rows["t_output"], "d_lse": rows["t_lse"]}
+    return {name: x for name, x in cotangents.items() if name in wanted}
+
+
+def _double_backward_fwd(spec: AttentionSpec, wanted: _Wanted, arguments: Arrays):
+    results = double_backward(spec, wanted, arguments)
+    return results, (arguments, _Wanted(results))
+
+
+def _double_backward_bwd(spec: AttentionSpec, wanted: _Wanted, residuals, cotangents):
+    arguments, returned = residuals
+    free = {name: x for name, x in arguments.items() if name not in ("output", "lse")}
+    names = ("query", "key", "value", "d_output", "d_lse")
+
+    def whole(free: Arrays) -> Arrays:
+        results = dict(zip(names, reference.second_order(spec, **free), strict=True))
+        return {name: results[name] for name in returned}
+
+    _, pull_back = jax.vjp(whole, free)
+    return (_selected(pull_back(cotangents)[0], arguments),)
+
+
+double_backward.defvjp(_double_backward_fwd, _double_backward_bwd)

@@ -1,0 +1,134 @@
+"""The four passes of attention as one JAX primitive, and who carries them out.
+
+A pass is what the derivative rules are made of: `forward`, `backward`, `tangent` and
+`double_backward`, described in `reference.py`. Binding a primitive, rather than calling an
+implementation, puts off the choice between kernels and plain formulas until the platform that the
+computation is lowered for is known, and gives every pass one batching rule: a mapped axis joins
+the batch of one launch, an unmapped operand keeps a batch axis of size one and is not copied.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir, xla
+
+from jttt import reference
+from jttt.spec import AttentionSpec
+
+OUTPUTS = {
+    "forward": ("output", "lse"),
+    "backward": ("d_query", "d_key", "d_value"),
+    "tangent": ("t_output", "t_lse", "row_term"),
+    "double_backward": ("g_query", "g_key", "g_value"),
+}
+
+
+def run(name: str, spec: AttentionSpec, operands: dict[str, jax.Array | None],
+        wanted: Sequence[str] | None = None) -> dict[str, jax.Array]:
+    """Runs pass `name` on named operands and returns the wanted outputs (all, if None) by name.
+
+    Operands are as in `reference.py`, with the same number of batch axes each; a batch axis may
+    have size one in some of them. Operands that are None are absent. Work that only serves outputs
+    that are not wanted is left out.
+    """
+    wanted = OUTPUTS[name] if wanted is None else tuple(wanted)
+    if not wanted:
+        return {}
+    present = {key: x for key, x in operands.items() if x is not None}
+    outputs = _pass_p.bind(*present.values(), name=name, spec=spec, operands=tuple(present),
+                           wanted=wanted)
+    return dict(zip(wanted, outputs, strict=True))
+
+
+def runs_triton(platform: str) -> bool:
+    """Whether a computation lowered for `platform` runs Triton kernels unless told otherwise."""
+    return platform == "cuda" and _triton_is_installed() and _compute_capability() >= 80
+
+
+def interprets_triton() -> bool:
+    """Whether Triton's interpreter was asked for, which runs kernels on any machine."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@functools.cache
+def _triton_is_installed() -> bool:
+    try:
+        import jax_triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@functools.cache
+def _compute_capability() -> int:
+    """Of the first CUDA device, or 90 where a program is exported without one: 8.6 gives 86."""
+    try:
+        device = jax.devices("cuda")[0]
+    except RuntimeError:
+        return 90
+    return int(device.compute_capability.replace(".", ""))
+
+
+def _with_reference(*arrays, name, spec, operands, wanted) -> list[jax.Array]:
+    results = getattr(reference, name)(spec, **dict(zip(operands, arrays, strict=True)))
+    batch = _batch_shape(operands, [x.shape for x in arrays])
+    by_name = dict(zip(OUTPUTS[name], results, strict=True))
+    return [jnp.broadcast_to(by_name[key], batch + by_name[key].shape[len(batch):]) for key in wanted]
+
+
+def _with_kernels(*arrays, name, spec, operands, wanted) -> list[jax.Array]:
+    from jttt import kernels  # Triton takes a second to import and is not installed everywhere.
+
+    by_name = dict(zip(operands, arrays, strict=True))
+    batch = _batch_shape(operands, [x.shape for x in arrays])
+    results = kernels.run(name, spec, by_name, wanted, batch, _compute_capability())
+    return [results[key] for key in wanted]
+
+
+def _batch_shape(operands: tuple[str, ...], shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    axes = len(shapes[operands.index("query")]) - 3
+    return jnp.broadcast_shapes(*(shape[:axes] for shape in shapes))
+
+
+def _lower(ctx: mlir.LoweringRuleContext, *args, spec: AttentionSpec, **params):
+    platforms = ctx.platforms or ctx.module_context.platforms
+    takes_kernels = (spec.implementation != "xla" and all(map(runs_triton, platforms))
+                     and all(x.dtype != jnp.float64 for x in ctx.avals_in))
+    if spec.implementation == "triton" and interprets_triton():
+        takes_kernels = True
+    if spec.implementation == "triton" and not takes_kernels:
+        raise ValueError(
+            f"implementation was 'triton', but the computation is lowered for {', '.join(platforms)}: "
+            "expected an NVIDIA GPU of compute capability 8.0 or newer with jax-triton installed, or "
+            "TRITON_INTERPRET=1 in the environment before Python starts. implementation=None chooses "
+            "what can run.")
+    rule = _with_kernels if takes_kernels else _with_reference
+    return mlir.lower_fun(rule, multiple_results=True)(ctx, *args, spec=spec, **params)
+
+
+def _abstract(*avals, **params):
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+    outputs = jax.eval_shape(functools.partial(_with_reference, **params), *shapes)
+    return [jax.core.ShapedArray(x.shape, x.dtype) for x in outputs]
+
+
+def _batch(arrays, axes, **params):
+    arrays = [jnp.expand_dims(x, 0) if axis is None else jnp.moveaxis(x, axis, 0)
+              for x, axis in zip(arrays, axes, strict=True)]
+    outputs = _pass_p.bind(*arrays, **params)
+    return outputs, [0] * len(outputs)
+
+
+_pass_p = Primitive("attention_pass")
+_pass_p.multiple_results = True
+_pass_p.def_impl(functools.partial(xla.apply_primitive, _pass_p))
+_pass_p.def_abstract_eval(_abstract)
+mlir.register_lowering(_pass_p, _lower)
+mlir.register_lowering(_pass_p, _lower, platform="cuda")
+batching.primitive_batchers[_pass_p] = _batch
