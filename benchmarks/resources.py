@@ -56,49 +56,52 @@ class Resources:
         return self.shared <= SHARED_MEMORY[self.capability]
 
 
-def launches_of(kernel: str, width: int, dtype: Any, capability: int, causal: bool = True) -> launch.Launch:
-    """The launch of one kernel at a head width, with every optional operand and output."""
+def launches_of(kernel: str, width: int, dtype: Any, capability: int, causal: bool = True, *, batch: int = 1,
+                heads: int = 4, kv_heads: int | None = None, length: int = 512,
+                cut: Blocks | None = None) -> launch.Launch:
+    """The launch of one kernel at a head width, with every optional operand and output; with the
+    table's blocks unless others are given."""
     name = next(name for name, entries in launch.KERNELS.items()
                 if any(entry[0].__name__ == kernel for entry in entries))
-    batch, T, S, N, K = (1,), 512, 512, 4, 2
+    T, S, N, K = length, length, heads, kv_heads or heads
     kinds = {"query": (T, N, width), "key": (S, K, width), "value": (S, K, width), "output": (T, N, width)}
     operands = {"query": None, "key": None, "value": None, "output": None, "lse": None, "d_output": None,
                 "delta": None, "t_lse": None, "row_term": None, "t_query": None, "t_key": None, "t_value": None}
     for array in operands:
         kind = array.split("_")[-1]
-        operands[array] = (jax.ShapeDtypeStruct(batch + kinds[kind], dtype) if kind in kinds
-                           else jax.ShapeDtypeStruct((*batch, N, T), jnp.float32))
+        operands[array] = (jax.ShapeDtypeStruct((batch, *kinds[kind]), dtype) if kind in kinds
+                           else jax.ShapeDtypeStruct((batch, N, T), jnp.float32))
     spec = AttentionSpec(scale=width**-0.5, band=Band(right=0) if causal else Band())
-    candidates = launch.launches(name, spec, operands, passes.OUTPUTS[name], batch, capability)
-    return next(x for x in candidates if x.kernel.__name__ == kernel)
+    planned = launch.launches(name, spec, operands, passes.OUTPUTS[name], (batch,), capability)
+    planned = next(x for x in planned if x.kernel.__name__ == kernel)
+    return planned if cut is None else planned.with_blocks(cut)
 
 
-def compile_launch(planned: launch.Launch, cut: Blocks | None = None) -> Any:
-    """Triton's compiled kernel, for the launch's capability, with other blocks if given."""
-    config = planned.config if cut is None else dataclasses.replace(planned.config, blocks=cut)
+def compile_resources(planned: launch.Launch) -> tuple[int, int, int]:
+    """Compiles a launch for its capability: (registers, spilled, shared)."""
     signature, constants = {}, {}
     for name in planned.kernel.arg_names:
-        value = planned.outputs.get(name, planned.arguments.get(name))
-        if name == "C" or value is None:
-            signature[name], constants[name] = "constexpr", config if name == "C" else None
-        elif isinstance(value, int):
+        argument = planned.outputs.get(name, planned.arguments.get(name))
+        if name == "C" or argument is None:
+            signature[name], constants[name] = "constexpr", argument
+        elif isinstance(argument, int):
             signature[name] = "i32"
         else:
-            signature[name] = "*" + _TRITON_TYPES[jnp.dtype(value.dtype).name]
+            signature[name] = "*" + _TRITON_TYPES[jnp.dtype(argument.dtype).name]
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
     source = ASTSource(planned.kernel, signature, constants, aligned)
-    options = dict(num_warps=config.blocks.warps, num_stages=config.blocks.stages)
-    return triton.compile(source, target=GPUTarget("cuda", planned.capability, 32), options=options)
+    cut = planned.config.blocks
+    compiled = triton.compile(source, target=GPUTarget("cuda", planned.capability, 32),
+                              options=dict(num_warps=cut.warps, num_stages=cut.stages))
+    return *_ptxas(compiled.asm["ptx"], planned.capability), compiled.metadata.shared
 
 
 def measure(kernel: str, width: int, itemsize: int, capability: int) -> Resources:
-    """Compiles one row of the table and asks ptxas what it takes."""
+    """Compiles one row of the table."""
     dtype = _DTYPES[itemsize]
     planned = launches_of(kernel, width, dtype, capability)
-    compiled = compile_launch(planned)
-    registers, spilled = _ptxas(compiled.asm["ptx"], capability)
-    return Resources(kernel, capability, width, jnp.dtype(dtype).name, planned.config.blocks, registers, spilled,
-                     compiled.metadata.shared)
+    return Resources(kernel, capability, width, jnp.dtype(dtype).name, planned.config.blocks,
+                     *compile_resources(planned))
 
 
 def _ptxas(ptx: str, capability: int) -> tuple[int, int]:

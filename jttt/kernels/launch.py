@@ -11,7 +11,7 @@ import math
 import os
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ import jax_triton  # noqa: E402
 import triton  # noqa: E402
 
 from jttt.kernels import backward, blocks, double_backward, forward  # noqa: E402
-from jttt.kernels.config import ArrayLayouts, KernelConfig, Layout  # noqa: E402
+from jttt.kernels.config import ArrayLayouts, Blocks, KernelConfig, Layout  # noqa: E402
 from jttt.spec import AttentionSpec  # noqa: E402
 
 # {pass: [(kernel, which axis its programs divide, its outputs)]}
@@ -44,12 +44,25 @@ class Launch:
     kernel: Any
     arguments: dict[str, Any]
     outputs: dict[str, jax.ShapeDtypeStruct]
-    programs: int
+    axis: Literal["queries", "keys"]
+    batch: int
     capability: int
 
     @property
     def config(self) -> KernelConfig:
         return self.arguments["C"]
+
+    @property
+    def programs(self) -> int:
+        """One for each block of the axis that is divided, each of its heads, each of the batch."""
+        cut, layout = self.config.blocks, self.config.layout
+        if self.axis == "queries":
+            return triton.cdiv(self.arguments["T"], cut.queries) * layout.query.heads * self.batch
+        return triton.cdiv(self.arguments["S"], cut.keys) * layout.key.heads * self.batch
+
+    def with_blocks(self, cut: Blocks) -> Launch:
+        config = dataclasses.replace(self.config, blocks=cut)
+        return dataclasses.replace(self, arguments={**self.arguments, "C": config})
 
 
 def run(name: str, spec: AttentionSpec, operands: dict[str, jax.Array], wanted: Sequence[str],
@@ -58,7 +71,7 @@ def run(name: str, spec: AttentionSpec, operands: dict[str, jax.Array], wanted: 
     results = {}
     for launch in launches(name, spec, operands, wanted, batch, capability):
         interpreted = not isinstance(launch.kernel, triton.JITFunction)
-        results |= _interpret(launch) if interpreted else _call(launch)
+        results |= _interpret(launch) if interpreted else call(launch)
     return results
 
 
@@ -92,8 +105,7 @@ def launches(name: str, spec: AttentionSpec, operands: dict[str, Any], wanted: S
         config = KernelConfig(spec.scale, spec.band, spec.precision, cut, ArrayLayouts(**layouts))
         arguments = {array: operands.get(array) for array in kernel.arg_names if array not in made}
         arguments |= dict(T=T, S=S, C=config)
-        divided = triton.cdiv(T, cut.queries) * N if axis == "queries" else triton.cdiv(S, cut.keys) * K
-        result.append(Launch(kernel, arguments, made, divided * math.prod(batch), capability))
+        result.append(Launch(kernel, arguments, made, axis, math.prod(batch), capability))
     return result
 
 
@@ -111,7 +123,7 @@ def _batch_axes(shape: tuple[int, ...], batch: tuple[int, ...]) -> tuple[tuple[i
     return tuple(axes)
 
 
-def _call(launch: Launch) -> dict[str, jax.Array]:
+def call(launch: Launch) -> dict[str, jax.Array]:
     cut = launch.config.blocks
     results = jax_triton.triton_call(
         **launch.arguments, kernel=launch.kernel, out_type=tuple(launch.outputs.values()),

@@ -1,0 +1,143 @@
+"""What is measured: attention problems, the passes over them, and the work each must do."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+import jttt
+
+Attention = Callable[[Array, Array, Array], Array]
+Inputs = tuple[Array, Array, Array]
+
+# Several times the largest L2 cache of a current GPU (50 MiB on an H200, 126 MiB on a B200).
+_ROTATION_BYTES = 2**28
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One self-attention problem, with the axis letters of `jax.nn.dot_product_attention`.
+
+    Attributes:
+      b: batch size.
+      t: tokens, as queries and as keys.
+      n: heads.
+      h: width of a head.
+      dtype: name of the dtype of query, key and value.
+      causal: whether a query sees only the keys up to its own position.
+    """
+
+    b: int
+    t: int
+    n: int
+    h: int
+    dtype: str
+    causal: bool
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of query, key, value and output."""
+        return self.b, self.t, self.n, self.h
+
+    def describe(self) -> dict[str, object]:
+        """The problem as it appears in a results file."""
+        sizes = dataclasses.asdict(self)
+        dtype, causal = sizes.pop("dtype"), sizes.pop("causal")
+        return {"shape": sizes, "dtype": dtype, "causal": causal}
+
+
+@functools.partial(jax.jit, static_argnames=("case", "count"))
+def draw(case: Case, key: Array, count: int = 3) -> tuple[Array, ...]:
+    """`count` arrays of standard normal values: query, key and value, unless more are wanted."""
+    keys = jax.random.split(key, count)
+    return tuple(jax.random.normal(each, case.shape).astype(case.dtype) for each in keys)
+
+
+def rotating_inputs(case: Case, seed: int) -> list[Inputs]:
+    """Enough sets of random inputs that a launch does not find its own still in cache.
+
+    There are at least two, and at most 64: sets so small that even 64 fit in a cache belong to
+    launches whose time is latency, not memory.
+    """
+    set_bytes = 3 * math.prod(case.shape) * jnp.dtype(case.dtype).itemsize
+    count = min(max(2, math.ceil(_ROTATION_BYTES / set_bytes)), 64)
+    return [draw(case, key) for key in jax.random.split(jax.random.key(seed), count)]
+
+
+def _triton(query: Array, key: Array, value: Array, *, causal: bool) -> Array:
+    return jttt.dot_product_attention(query, key, value, is_causal=causal, implementation="triton")
+
+
+def _xla(query: Array, key: Array, value: Array, *, causal: bool) -> Array:
+    """What a user would run instead of this library, hence not `jttt`'s own plain formulas."""
+    return jax.nn.dot_product_attention(
+        query, key, value, is_causal=causal, implementation="xla"
+    )
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {"triton": _triton, "xla": _xla}
+
+
+def attention_of(implementation: str, case: Case) -> Attention:
+    """The attention function that `implementation` names, for the mask of `case`."""
+    return functools.partial(IMPLEMENTATIONS[implementation], causal=case.causal)
+
+
+def forward(attention: Attention) -> Attention:
+    """Attention itself."""
+    return attention
+
+
+def gradient(attention: Attention) -> Callable[..., Inputs]:
+    """The gradient of mean(attention) with respect to query, key and value."""
+
+    def loss(query: Array, key: Array, value: Array) -> Array:
+        return _mean(attention(query, key, value), power=1)
+
+    return jax.grad(loss, argnums=(0, 1, 2))
+
+
+def meta_gradient(attention: Attention) -> Callable[..., Inputs]:
+    """The gradient of Σ mean(g²), over the three gradients g of `gradient`."""
+    inner = gradient(attention)
+
+    def loss(query: Array, key: Array, value: Array) -> Array:
+        return sum(_mean(each, power=2) for each in inner(query, key, value))
+
+    return jax.grad(loss, argnums=(0, 1, 2))
+
+
+def _mean(values: Array, power: int) -> Array:
+    """The mean of `values` to a power, in float32; a sum where they are float16.
+
+    One over the number of values is below what float16 holds, so the gradients of a mean would
+    be zeros, and this a benchmark of zeros. The constant factor changes no operation.
+    """
+    total = jnp.sum(values.astype(jnp.float32) ** power)
+    return total if values.dtype == jnp.float16 else total / values.size
+
+
+PASSES: dict[str, Callable[[Attention], Callable]] = {
+    "forward": forward,
+    "gradient": gradient,
+    "meta-gradient": meta_gradient,
+}
+
+# Matrix products in each pass, of 2·T·T·H operations a head: a forward has 2, a backward 5, the
+# gradient of a backward 15. The meta-gradient of a loss that bends with the output ends with one
+# more backward; the mean's gradient does not depend on the output, so nothing is left for it.
+_PRODUCTS = {"forward": 2, "gradient": 2 + 5, "meta-gradient": 2 + 5 + 15}
+
+
+def operations(pass_name: str, case: Case) -> int:
+    """Floating-point operations that a pass needs, half of the square's under a causal mask.
+
+    It counts the algorithm, not the implementation, so that TFLOP/s compare as times do: plain
+    attention, which also computes what the mask hides, gets no credit for it.
+    """
+    square = _PRODUCTS[pass_name] * 2 * case.b * case.n * case.t**2 * case.h
+    return square // 2 if case.causal else square

@@ -1,0 +1,54 @@
+"""The real kernels on a GPU: `pytest -m gpu`. Skipped where there is none."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jttt
+from tests import plain
+
+pytestmark = pytest.mark.gpu
+
+# B, T, S, N, K, H, causal
+SHAPES = [
+    (1, 4096, 4096, 2, 2, 128, True),
+    (1, 4096, 4096, 1, 1, 64, False),
+    (2, 1000, 1300, 4, 2, 96, True),
+    (2, 1300, 1000, 4, 1, 64, True),
+    (1, 129, 100, 2, 1, 40, False),
+    (1, 100, 129, 2, 2, 256, True),
+    (1, 256, 3, 2, 2, 16, False),
+    (1, 1, 17, 1, 1, 1, True),
+    (3, 33, 33, 3, 3, 5, True),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_errors_are_at_most_those_of_xla(dtype, shape):
+    B, T, S, N, K, H, causal = shape
+    generator = np.random.default_rng(0)
+
+    def random(*shape):
+        return generator.standard_normal(shape, np.float32)
+
+    arrays = [jnp.asarray(x, dtype) for x in (random(B, T, N, H), random(B, S, K, H), random(B, S, K, H))]
+    directions = [random(*arrays[0].shape), *(random(*x.shape) for x in arrays)]
+
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in arrays]
+        exact = plain.orders(lambda *x: plain.attention(*x, is_causal=causal)[0], wide,
+                             [jnp.asarray(np.asarray(x, np.float64)) for x in directions])
+        exact = {name: np.asarray(x) for name, x in exact.items()}
+    ours = plain.orders(
+        lambda *x: jttt.dot_product_attention(*x, is_causal=causal, implementation="triton"), arrays, directions)
+    # XLA would otherwise make float32 products in TF32, which is easy to beat.
+    with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
+        xla = plain.orders(
+            lambda *x: jax.nn.dot_product_attention(*x, is_causal=causal, implementation="xla"), arrays, directions)
+
+    errors = {name: (plain.error(ours[name], exact[name]), plain.error(xla[name], exact[name])) for name in exact}
+    print(" ".join(f"{name} {mine:.1e}/{theirs:.1e}" for name, (mine, theirs) in errors.items()))
+    for name, (mine, theirs) in errors.items():
+        assert mine <= 1.5 * theirs + 1e-6, (name, errors)
