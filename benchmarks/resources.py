@@ -26,7 +26,6 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from jttt import passes
 from jttt.kernels import blocks, launch
 from jttt.kernels.config import Blocks
 from jttt.spec import AttentionSpec, Band
@@ -72,9 +71,9 @@ def launches_of(kernel: str, width: int, dtype: Any, capability: int, causal: bo
         operands[array] = (jax.ShapeDtypeStruct((batch, *kinds[kind]), dtype) if kind in kinds
                            else jax.ShapeDtypeStruct((batch, N, T), jnp.float32))
     spec = AttentionSpec(scale=width**-0.5, band=Band(right=0) if causal else Band())
-    planned = launch.launches(name, spec, operands, passes.OUTPUTS[name], (batch,), capability)
-    planned = next(x for x in planned if x.kernel.__name__ == kernel)
-    return planned if cut is None else planned.with_blocks(cut)
+    wanted = [output for entry in launch.KERNELS[name] if entry[0].__name__ == kernel for output in entry[2]]
+    (planned,) = launch.launches(name, spec, operands, wanted, (batch,), capability, cut)
+    return planned
 
 
 def compile_resources(planned: launch.Launch) -> tuple[int, int, int]:

@@ -33,7 +33,8 @@ Arrays = dict[str, jax.Array | None]
 OUTPUT_NAME = "attention_output"
 LSE_NAME = "attention_lse"
 
-_INPUTS = ("query", "key", "value")
+# What can be differentiated; the other inputs say what is visible (`masks.OPERANDS`).
+_INPUTS = ("query", "key", "value", "bias", "sinks")
 
 
 @jax.tree_util.register_static
@@ -60,8 +61,11 @@ def _selected(cotangents: Arrays, arguments: Arrays) -> Arrays:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attention(spec: AttentionSpec, inputs: Arrays) -> tuple[jax.Array, jax.Array]:
-    """`(output, lse)` of canonical inputs `query`, `key`, `value`, shaped as in `reference.py`."""
-    results = passes.run("forward", spec, inputs)
+    """`(output, lse)` of canonical inputs, named and shaped as in `reference.py`.
+
+    query, key and value; bias and sinks, or None; and any of `masks.OPERANDS`.
+    """
+    results = passes.run("forward", spec, inputs, ("output", "lse"))
     return results["output"], results["lse"]
 
 
@@ -89,18 +93,23 @@ attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def backward(spec: AttentionSpec, wanted: _Wanted, arguments: Arrays) -> dict[str, jax.Array]:
-    """`d_query`, `d_key`, `d_value`, those that are wanted.
+    """Gradients of the wanted inputs: d_query, d_key, d_value, d_bias, d_sinks.
 
     Arguments: the inputs, output, lse and their cotangents d_output and d_lse (None if zero).
     """
-    return passes.run("backward", spec, _backward_operands(arguments),
-                      [f"d_{name}" for name in _INPUTS if name in wanted])
+    operands = _backward_operands(arguments)
+    results = passes.run("backward", spec, operands,
+                         [f"d_{name}" for name in _INPUTS if name in wanted and name != "sinks"])
+    if "sinks" in wanted:
+        results["d_sinks"] = reference.sink_gradient(arguments["sinks"], operands["lse"], operands["delta"])
+    return results
 
 
 def _backward_operands(arguments: Arrays) -> Arrays:
-    operands = {name: arguments[name] for name in (*_INPUTS, "lse", "d_output")}
+    """The arguments of `backward` as its pass takes them."""
     delta = reference.delta(arguments["output"], arguments["d_output"], arguments["d_lse"])
-    return {**operands, "delta": delta}
+    passed = {name: x for name, x in arguments.items() if name not in ("sinks", "output", "d_lse")}
+    return {**passed, "delta": delta}
 
 
 def _backward_fwd(spec: AttentionSpec, wanted: _Wanted, arguments):
@@ -124,22 +133,31 @@ backward.defvjp(_backward_fwd, _backward_bwd, symbolic_zeros=True)
 def double_backward(spec: AttentionSpec, wanted: _Wanted, arguments: Arrays) -> Arrays:
     """Cotangents of the arguments of `backward`, by their names, those that are wanted.
 
-    Arguments: those of `backward` and the direction t_query, t_key, t_value, the cotangents of
-    d_query, d_key, d_value (None if zero).
+    Arguments: those of `backward` and the direction t_query, …, the cotangents of d_query, …
+    (None if zero).
     """
     operands = _backward_operands(arguments)
-    operands |= {f"t_{name}": arguments[f"t_{name}"] for name in _INPUTS}
-    # Without a tangent of the scores, E of the design note is zero and so is the gradient of value.
-    scores_move = operands["t_query"] is not None or operands["t_key"] is not None
-    inputs = [name for name in _INPUTS if name in wanted and (scores_move or name != "value")]
-
-    rows = passes.run("tangent", spec, {**operands, "output": arguments["output"]})
-    gradients = passes.run("double_backward", spec,
-                           {**operands, "t_lse": rows["t_lse"], "row_term": rows["row_term"]},
-                           [f"g_{name}" for name in inputs])
-    cotangents = {name: gradients[f"g_{name}"] for name in inputs}
-    cotangents |= {"d_output": rows["t_output"], "d_lse": rows["t_lse"]}
-    return {name: x for name, x in cotangents.items() if name in wanted}
+    t_sinks = operands.pop("t_sinks")
+    columns = ("t_lse", "row_term")
+    first = passes.run(
+        "tangent", spec,
+        {**operands, "output": arguments["output"], "sinks": arguments["sinks"], "t_sinks": t_sinks},
+        ("t_output", *columns) if "d_output" in wanted else columns)
+    # Where nothing moves the scores, E of the design note is zero and so is the gradient of value.
+    moves = any(arguments[f"t_{name}"] is not None for name in ("query", "key", "bias", "sinks"))
+    names = [name for name in ("query", "key", "value", "bias") if name in wanted and (moves or name != "value")]
+    second = passes.run("double_backward", spec,
+                        {**operands, "row_term": first["row_term"], "t_lse": first["t_lse"] if moves else None},
+                        [f"g_{name}" for name in names])
+    results = {name: second[f"g_{name}"] for name in names}
+    if "sinks" in wanted:
+        results["sinks"] = reference.sink_second_order(
+            arguments["sinks"], operands["lse"], operands["delta"], first["row_term"], t_sinks)
+    if "d_output" in wanted:
+        results["d_output"] = first["t_output"]
+    if "d_lse" in wanted:
+        results["d_lse"] = first["t_lse"]
+    return results
 
 
 def _double_backward_fwd(spec: AttentionSpec, wanted: _Wanted, arguments: Arrays):
@@ -149,14 +167,16 @@ def _double_backward_fwd(spec: AttentionSpec, wanted: _Wanted, arguments: Arrays
 
 def _double_backward_bwd(spec: AttentionSpec, wanted: _Wanted, residuals, cotangents):
     arguments, returned = residuals
-    free = {name: x for name, x in arguments.items() if name not in ("output", "lse")}
-    names = ("query", "key", "value", "d_output", "d_lse")
+    moving = {name: x for name, x in arguments.items()
+              if name in (*_INPUTS, "d_output", "d_lse", *(f"t_{name}" for name in _INPUTS))}
+    masks = {name: x for name, x in arguments.items() if name not in (*moving, "output", "lse")}
+    made = {name: f"g_{name}" for name in _INPUTS} | {"d_output": "t_output", "d_lse": "t_lse"}
 
-    def whole(free: Arrays) -> Arrays:
-        results = dict(zip(names, reference.second_order(spec, **free), strict=True))
-        return {name: results[name] for name in returned}
+    def whole(moving: Arrays) -> Arrays:
+        results = reference.second_order(spec, **moving, **masks)
+        return {name: results[made[name]] for name in returned}
 
-    _, pull_back = jax.vjp(whole, free)
+    _, pull_back = jax.vjp(whole, moving)
     return (_selected(pull_back(cotangents)[0], arguments),)
 
 

@@ -21,28 +21,19 @@ from jax.interpreters import batching, mlir, xla
 from jttt import reference
 from jttt.spec import AttentionSpec
 
-OUTPUTS = {
-    "forward": ("output", "lse"),
-    "backward": ("d_query", "d_key", "d_value"),
-    "tangent": ("t_output", "t_lse", "row_term"),
-    "double_backward": ("g_query", "g_key", "g_value"),
-}
-
-
-def run(name: str, spec: AttentionSpec, operands: dict[str, jax.Array | None],
-        wanted: Sequence[str] | None = None) -> dict[str, jax.Array]:
-    """Runs pass `name` on named operands and returns the wanted outputs (all, if None) by name.
+def run(name: str, spec: AttentionSpec, operands: dict[str, jax.Array | None], wanted: Sequence[str]
+        ) -> dict[str, jax.Array]:
+    """Runs pass `name` on named operands and returns the wanted ones of its outputs, by name.
 
     Operands are as in `reference.py`, with the same number of batch axes each; a batch axis may
     have size one in some of them. Operands that are None are absent. Work that only serves outputs
     that are not wanted is left out.
     """
-    wanted = OUTPUTS[name] if wanted is None else tuple(wanted)
     if not wanted:
         return {}
     present = {key: x for key, x in operands.items() if x is not None}
     outputs = _pass_p.bind(*present.values(), name=name, spec=spec, operands=tuple(present),
-                           wanted=wanted)
+                           wanted=tuple(wanted))
     return dict(zip(wanted, outputs, strict=True))
 
 
@@ -76,24 +67,25 @@ def _compute_capability() -> int:
 
 
 def _with_reference(*arrays, name, spec, operands, wanted) -> list[jax.Array]:
-    results = getattr(reference, name)(spec, **dict(zip(operands, arrays, strict=True)))
-    batch = _batch_shape(operands, [x.shape for x in arrays])
-    by_name = dict(zip(OUTPUTS[name], results, strict=True))
-    return [jnp.broadcast_to(by_name[key], batch + by_name[key].shape[len(batch):]) for key in wanted]
+    by_name = dict(zip(operands, arrays, strict=True))
+    results = getattr(reference, name)(spec, **by_name)
+    batch = _batch_shape(by_name)
+    # A bias is summed over the innermost batch axis, B, where it lacks it; the outer ones are vmap's.
+    own = {key: len(batch) - 1 if key.endswith("_bias") else len(batch) for key in wanted}
+    return [jnp.broadcast_to(results[key], batch[:own[key]] + results[key].shape[own[key]:]) for key in wanted]
 
 
 def _with_kernels(*arrays, name, spec, operands, wanted) -> list[jax.Array]:
     from jttt import kernels  # Triton takes a second to import and is not installed everywhere.
 
     by_name = dict(zip(operands, arrays, strict=True))
-    batch = _batch_shape(operands, [x.shape for x in arrays])
-    results = kernels.run(name, spec, by_name, wanted, batch, _compute_capability())
+    results = kernels.run(name, spec, by_name, wanted, _batch_shape(by_name), _compute_capability())
     return [results[key] for key in wanted]
 
 
-def _batch_shape(operands: tuple[str, ...], shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    axes = len(shapes[operands.index("query")]) - 3
-    return jnp.broadcast_shapes(*(shape[:axes] for shape in shapes))
+def _batch_shape(operands: dict[str, jax.Array]) -> tuple[int, ...]:
+    axes = operands["query"].ndim - 3
+    return jnp.broadcast_shapes(*(x.shape[:axes] for x in operands.values()))
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *args, spec: AttentionSpec, **params):

@@ -1,24 +1,28 @@
 """Attention, its gradient and its second-order passes in plain `jax.numpy`.
 
-This is the executable specification: each kernel computes what the function of the same name here
+This is the executable specification: kernels compute what the function of the same name here
 computes, and these functions are the implementation wherever no kernel runs. They store scores of
 size T×S.
 
-Shapes, with any number of batch axes in front (`...`), N query heads, K key heads, G = N / K:
+Shapes, with any number of batch axes in front (`...`, the last of them B), N query heads, K key
+heads, G = N / K:
 
     query, t_query, d_query, g_query                                [..., T, N, H]
     key, t_key, d_key, g_key                                        [..., S, K, H]
     value, t_value, d_value, g_value                                [..., S, K, E]
     output, d_output, t_output                                      [..., T, N, E]
     lse, delta, t_lse, row_term             (float32 or wider)      [..., N, T]
+    bias, t_bias, d_bias, g_bias                                    [..., N or 1, T or 1, S or 1]
+    sinks, t_sinks, d_sinks, g_sinks                                [..., N]
+    what hides keys                                                 `masks.OPERANDS`
 
 Prefixes: `d_` is the gradient (order one), `t_` the tangent along a direction, `g_` the gradient
-at order two. The direction (t_query, t_key, t_value) of order two is the cotangent that reaches
-(d_query, d_key, d_value); None stands for a direction that is zero.
+at order two. The direction of order two, (t_query, t_key, t_value, t_bias, t_sinks), is the
+cotangent that reaches (d_query, …); None stands for a part of it that is zero.
 
 Products take operands in the input's dtype and accumulate in float32 (float64 for float64);
-scores, softmax and row sums stay in the accumulator's dtype. A query that sees no key has output
-0 and log-sum-exp −inf, and every derivative through it is 0.
+scores, softmax and row sums stay in the accumulator's dtype. A query that sees no key and has no
+sink has output 0 and log-sum-exp −inf, and every derivative through it is 0.
 
 Method: Rabe & Staats (arXiv 2112.05682) and FlashAttention-2 (arXiv 2307.08691) for orders zero
 and one; `DESIGN.md` derives order two.
@@ -26,11 +30,14 @@ and one; `DESIGN.md` derives order two.
 
 from __future__ import annotations
 
+
 import jax
 import jax.numpy as jnp
 
 from jttt import masks
 from jttt.spec import AttentionSpec
+
+Results = dict[str, jax.Array]
 
 _PRECISION = {"ieee": jax.lax.Precision.HIGHEST, "tf32x3": jax.lax.Precision.HIGHEST,
               "tf32": jax.lax.Precision.DEFAULT}
@@ -39,16 +46,22 @@ _PRECISION = {"ieee": jax.lax.Precision.HIGHEST, "tf32x3": jax.lax.Precision.HIG
 class _Attention:
     """One call's scores and probabilities, and the three kinds of product the passes are made of."""
 
-    def __init__(self, spec: AttentionSpec, query: jax.Array, key: jax.Array):
+    def __init__(self, spec: AttentionSpec, query: jax.Array, key: jax.Array, bias: jax.Array | None,
+                 hidden: masks.Arrays):
         self.scale = spec.scale
+        self.soft_cap = spec.soft_cap
         self.dtype = query.dtype
         self.accumulator = jnp.promote_types(query.dtype, jnp.float32)
         self.precision = _PRECISION[spec.precision]
         self.kv_heads = key.shape[-2]
-        self.visible = masks.visible(spec.band, query.shape[-3], key.shape[-3])
-        self.scores = self.scale * self.over_width(query, key)
-        if self.visible is not None:
-            self.scores = jnp.where(self.visible, self.scores, -jnp.inf)
+        scores = self.scale * self.over_width(query, key)
+        if self.soft_cap is not None:
+            self.capped = jnp.tanh(scores / self.soft_cap)
+            scores = self.soft_cap * self.capped
+        if bias is not None:
+            scores = scores + bias.astype(self.accumulator)
+        seen = masks.visible(spec.band, hidden, query.shape[-3], key.shape[-3])
+        self.scores = scores if seen is None else jnp.where(seen, scores, -jnp.inf)
 
     def _product(self, formula: str, left: jax.Array, right: jax.Array) -> jax.Array:
         return jnp.einsum(formula, left.astype(self.dtype), right.astype(self.dtype),
@@ -78,8 +91,12 @@ class _Attention:
         """softmax of the scores, `[..., N, T, S]`, from their log-sum-exp."""
         return jnp.exp(self.scores - jnp.where(lse == -jnp.inf, 0, lse)[..., None])
 
-    def score_tangent(self, query, key, t_query, t_key) -> jax.Array | None:
-        """A, the tangent of the scores along (t_query, t_key); None if both are absent."""
+    def through_cap(self, tile: jax.Array) -> jax.Array:
+        """A gradient of capped scores as one of scaled products, or a tangent the other way."""
+        return tile if self.soft_cap is None else tile * (1 - self.capped**2)
+
+    def product_tangent(self, query, key, t_query, t_key) -> jax.Array | None:
+        """The tangent of the scaled products along (t_query, t_key); None if both are absent."""
         parts = []
         if t_query is not None:
             parts.append(self.over_width(t_query, key))
@@ -87,24 +104,43 @@ class _Attention:
             parts.append(self.over_width(query, t_key))
         return self.scale * sum(parts) if parts else None
 
+    def score_tangent(self, product_tangent, t_bias) -> jax.Array | None:
+        """A of the design note, the tangent of the scores; None if nothing moves them."""
+        parts = []
+        if product_tangent is not None:
+            parts.append(self.through_cap(product_tangent))
+        if t_bias is not None:
+            parts.append(t_bias.astype(self.accumulator))
+        return sum(parts) if parts else None
+
 
 def _rows(column: jax.Array) -> jax.Array:
     """A per-row quantity `[..., N, T]` laid along `[..., T, N, 1]`."""
     return jnp.swapaxes(column, -1, -2)[..., None]
 
 
-def forward(spec: AttentionSpec, *, query, key, value) -> tuple[jax.Array, jax.Array]:
-    """Order zero: `(output, lse)`."""
-    att = _Attention(spec, query, key)
-    peak = jax.lax.stop_gradient(jnp.max(att.scores, axis=-1, keepdims=True))
-    peak = jnp.where(peak == -jnp.inf, 0, peak)
-    weights = jnp.exp(att.scores - peak)
+def _as_bias(tile: jax.Array, bias: jax.Array) -> jax.Array:
+    """A gradient of scores `[..., N, T, S]`, summed over the axes along which bias was broadcast."""
+    axes = tuple(axis for axis in range(-4, 0) if bias.ndim >= -axis and bias.shape[axis] == 1)
+    return jnp.sum(tile, axis=axes, keepdims=True).astype(bias.dtype)
+
+
+def forward(spec: AttentionSpec, *, query, key, value, bias=None, sinks=None, **hidden) -> Results:
+    """Order zero: output, lse."""
+    att = _Attention(spec, query, key, bias, hidden)
+    peak = jnp.max(att.scores, axis=-1)
+    if sinks is not None:
+        sinks = sinks.astype(att.accumulator)[..., None]
+        peak = jnp.maximum(peak, sinks)
+    peak = jax.lax.stop_gradient(jnp.where(peak == -jnp.inf, 0, peak))
+    weights = jnp.exp(att.scores - peak[..., None])
     total = jnp.sum(weights, axis=-1)
+    if sinks is not None:
+        total += jnp.exp(sinks - peak)
     empty = total == 0
     total = jnp.where(empty, 1, total)
     output = att.over_keys(weights / total[..., None], value)
-    lse = jnp.where(empty, -jnp.inf, peak[..., 0] + jnp.log(total))
-    return output.astype(value.dtype), lse
+    return dict(output=output.astype(value.dtype), lse=jnp.where(empty, -jnp.inf, peak + jnp.log(total)))
 
 
 def delta(output: jax.Array, d_output: jax.Array, d_lse: jax.Array | None) -> jax.Array:
@@ -115,75 +151,112 @@ def delta(output: jax.Array, d_output: jax.Array, d_lse: jax.Array | None) -> ja
     return column if d_lse is None else column - d_lse
 
 
-def backward(spec: AttentionSpec, *, query, key, value, lse, d_output, delta
-             ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Order one: `(d_query, d_key, d_value)`."""
-    att = _Attention(spec, query, key)
+def sink_probabilities(sinks: jax.Array, lse: jax.Array) -> jax.Array:
+    """What each row gives to its head's sink, `[..., N, T]`."""
+    sinks = sinks.astype(lse.dtype)[..., None]
+    return jnp.exp(sinks - jnp.where(lse == -jnp.inf, 0, lse))
+
+
+def backward(spec: AttentionSpec, *, query, key, value, lse, d_output, delta, bias=None, **hidden) -> Results:
+    """Order one: d_query, d_key, d_value, and d_bias if there is a bias."""
+    att = _Attention(spec, query, key, bias, hidden)
     p = att.probabilities(lse)
     ds = p * (att.over_width(d_output, value) - delta[..., None])
-    return ((att.scale * att.over_keys(ds, key)).astype(query.dtype),
-            (att.scale * att.over_queries(ds, query)).astype(key.dtype),
-            att.over_queries(p, d_output).astype(value.dtype))
+    dz = att.scale * att.through_cap(ds)
+    results = dict(d_query=att.over_keys(dz, key).astype(query.dtype),
+                   d_key=att.over_queries(dz, query).astype(key.dtype),
+                   d_value=att.over_queries(p, d_output).astype(value.dtype))
+    return results if bias is None else results | dict(d_bias=_as_bias(ds, bias))
 
 
-def tangent(spec: AttentionSpec, *, query, key, value, output, lse, d_output, delta,
-            t_query=None, t_key=None, t_value=None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """First pass of order two: `(t_output, t_lse, row_term)`.
+def tangent(spec: AttentionSpec, *, query, key, value, output, lse, d_output, delta, bias=None, sinks=None,
+            t_query=None, t_key=None, t_value=None, t_bias=None, t_sinks=None, **hidden) -> Results:
+    """First pass of order two: t_output, t_lse, row_term.
 
     t_output and t_lse are the tangents of output and log-sum-exp along the direction, hence the
     gradients at order two of d_output and of the log-sum-exp's cotangent. row_term is w of the
     second pass.
     """
-    att = _Attention(spec, query, key)
+    att = _Attention(spec, query, key, bias, hidden)
     p = att.probabilities(lse)
-    a = att.score_tangent(query, key, t_query, t_key)
-    t_output, t_lse = jnp.zeros_like(output, att.accumulator), jnp.zeros_like(lse)
+    a = att.score_tangent(att.product_tangent(query, key, t_query, t_key), t_bias)
+    t_lse = jnp.zeros_like(lse)
+    t_output = jnp.zeros_like(output, att.accumulator)
+    if t_sinks is not None:
+        t_lse += sink_probabilities(sinks, lse) * t_sinks.astype(att.accumulator)[..., None]
     if a is not None:
-        t_lse = jnp.sum(p * a, axis=-1)
-        t_output = att.over_keys(p * a, value) - _rows(t_lse) * output
+        t_lse += jnp.sum(p * a, axis=-1)
+        t_output += att.over_keys(p * a, value)
     if t_value is not None:
         t_output += att.over_keys(p, t_value)
+    t_output -= _rows(t_lse) * output
     row_term = jnp.swapaxes(jnp.sum(d_output * t_output, axis=-1), -1, -2) - t_lse * delta
-    return t_output.astype(output.dtype), t_lse, row_term
+    return dict(t_output=t_output.astype(output.dtype), t_lse=t_lse, row_term=row_term)
 
 
-def double_backward(spec: AttentionSpec, *, query, key, value, lse, d_output, delta, t_lse, row_term,
-                    t_query=None, t_key=None, t_value=None
-                    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Second pass of order two: `(g_query, g_key, g_value)`."""
-    att = _Attention(spec, query, key)
+def double_backward(spec: AttentionSpec, *, query, key, value, lse, d_output, delta, row_term, t_lse=None,
+                    bias=None, t_query=None, t_key=None, t_value=None, t_bias=None, **hidden) -> Results:
+    """Second pass of order two: g_query, g_key, g_value, and g_bias if there is a bias.
+
+    t_lse is None where the direction moves no score: it then lies in value alone.
+    """
+    att = _Attention(spec, query, key, bias, hidden)
     p = att.probabilities(lse)
     dp = att.over_width(d_output, value)
-    a = att.score_tangent(query, key, t_query, t_key)
+    moved = att.product_tangent(query, key, t_query, t_key)
+    a = att.score_tangent(moved, t_bias)
     a = jnp.zeros_like(p) if a is None else a
-    centred = a - t_lse[..., None]
+    centred = a if t_lse is None else a - t_lse[..., None]
     ds = p * (dp - delta[..., None])
     r = dp * centred - delta[..., None] * a - row_term[..., None]
     if t_value is not None:
         r += att.over_width(d_output, t_value)
     r = p * r
-    g_query, g_key = att.over_keys(r, key), att.over_queries(r, query)
+    dz, rz = att.scale * att.through_cap(ds), att.scale * att.through_cap(r)
+    if att.soft_cap is not None and moved is not None:
+        rz += att.scale * att.through_cap(-2 / att.soft_cap * att.capped) * moved * ds
+    g_query, g_key = att.over_keys(rz, key), att.over_queries(rz, query)
     if t_key is not None:
-        g_query += att.over_keys(ds, t_key)
+        g_query += att.over_keys(dz, t_key)
     if t_query is not None:
-        g_key += att.over_queries(ds, t_query)
-    g_value = att.over_queries(p * centred, d_output)
-    return ((att.scale * g_query).astype(query.dtype), (att.scale * g_key).astype(key.dtype),
-            g_value.astype(value.dtype))
+        g_key += att.over_queries(dz, t_query)
+    results = dict(g_query=g_query.astype(query.dtype), g_key=g_key.astype(key.dtype),
+                   g_value=att.over_queries(p * centred, d_output).astype(value.dtype))
+    return results if bias is None else results | dict(g_bias=_as_bias(r, bias))
 
 
-def second_order(spec: AttentionSpec, *, query, key, value, d_output, d_lse=None,
-                 t_query=None, t_key=None, t_value=None) -> tuple[jax.Array, ...]:
-    """Order two from its true inputs alone: `(g_query, g_key, g_value, t_output, t_lse)`.
+def sink_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
+    """d_sinks, summed over T and B."""
+    return _as_sinks(-sink_probabilities(sinks, lse) * delta, sinks)
+
+
+def sink_second_order(sinks: jax.Array, lse: jax.Array, delta: jax.Array, row_term: jax.Array,
+                      t_sinks: jax.Array | None) -> jax.Array:
+    """g_sinks: R of the design note for a column with no value, summed over T and B."""
+    r = -row_term
+    if t_sinks is not None:
+        r -= delta * t_sinks.astype(lse.dtype)[..., None]
+    return _as_sinks(sink_probabilities(sinks, lse) * r, sinks)
+
+
+def _as_sinks(column: jax.Array, sinks: jax.Array) -> jax.Array:
+    return jnp.sum(column, axis=(-3, -1), keepdims=True)[..., 0].astype(sinks.dtype)
+
+
+def second_order(spec: AttentionSpec, *, query, key, value, d_output, d_lse=None, bias=None, sinks=None,
+                 t_query=None, t_key=None, t_value=None, t_bias=None, t_sinks=None, **hidden) -> Results:
+    """Order two from its true inputs alone: g_query, …, t_output, t_lse.
 
     The passes above take output, lse and the row columns as given; this is the whole function of
-    (query, key, value, d_output, d_lse, direction), for autodiff to differentiate at order three
-    and up.
+    the inputs, the cotangents and the direction, for autodiff to differentiate at order three and up.
     """
-    inputs = dict(query=query, key=key, value=value)
-    direction = dict(t_query=t_query, t_key=t_key, t_value=t_value)
-    output, lse = forward(spec, **inputs)
-    rows = dict(lse=lse, d_output=d_output, delta=delta(output, d_output, d_lse))
-    t_output, t_lse, row_term = tangent(spec, **inputs, output=output, **rows, **direction)
-    gradients = double_backward(spec, **inputs, **rows, t_lse=t_lse, row_term=row_term, **direction)
-    return *gradients, t_output, t_lse
+    inputs = dict(query=query, key=key, value=value, bias=bias)
+    direction = dict(t_query=t_query, t_key=t_key, t_value=t_value, t_bias=t_bias)
+    made = forward(spec, **inputs, sinks=sinks, **hidden)
+    rows = dict(lse=made["lse"], d_output=d_output, delta=delta(made["output"], d_output, d_lse))
+    first = tangent(spec, **inputs, **rows, **direction, output=made["output"], sinks=sinks, t_sinks=t_sinks, **hidden)
+    columns = dict(t_lse=first["t_lse"], row_term=first["row_term"])
+    results = first | double_backward(spec, **inputs, **rows, **columns, **direction, **hidden)
+    if sinks is not None:
+        results["g_sinks"] = sink_second_order(sinks, rows["lse"], rows["delta"], first["row_term"], t_sinks)
+    return results

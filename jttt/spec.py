@@ -14,16 +14,21 @@ class Band:
     """A rule on positions: query t sees key s if t - left <= s <= t + right.
 
     None means no limit on that side, so `Band(None, 0)` is the causal mask, aligned at the top
-    left when the lengths differ.
+    left when the lengths differ. Either limit may be negative.
     """
 
     left: int | None = None
     right: int | None = None
 
-    @property
-    def transposed(self) -> Band:
-        """The same rule read from a key: key s is seen by query t if s - left <= t <= s + right."""
-        return Band(self.right, self.left)
+    def __and__(self, other: Band) -> Band:
+        lefts = [band.left for band in (self, other) if band.left is not None]
+        rights = [band.right for band in (self, other) if band.right is not None]
+        return Band(min(lefts, default=None), min(rights, default=None))
+
+    def shifted(self, offset: int) -> Band:
+        """The rule for queries that stand at position t + offset."""
+        return Band(None if self.left is None else self.left - offset,
+                    None if self.right is None else self.right + offset)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +36,9 @@ class AttentionSpec:
     """What the rules, the reference and the kernels need to know besides the arrays.
 
     Attributes:
-      scale: factor on the scores before the softmax.
+      scale: factor on the products of queries and keys.
       band: which positions see each other.
+      soft_cap: if given, a scaled product z becomes soft_cap · tanh(z / soft_cap).
       precision: how float32 products are made (half precision has only one way).
       implementation: what the caller asked for by name; None chooses by the platform that the
         computation is lowered for.
@@ -40,5 +46,6 @@ class AttentionSpec:
 
     scale: float
     band: Band = Band()
+    soft_cap: float | None = None
     precision: Precision = "tf32x3"
     implementation: Implementation | None = None

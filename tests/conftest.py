@@ -2,6 +2,7 @@
 
 import os
 
+import hypothesis
 import jax
 import pytest
 
@@ -14,6 +15,10 @@ if not _has_gpu():
     # Before anything imports Triton: it reads this when a kernel is defined.
     os.environ["TRITON_INTERPRET"] = "1"
 
+# An example compiles for seconds, and what fails on one machine must fail on every other.
+hypothesis.settings.register_profile("jttt", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("jttt")
+
 
 def pytest_collection_modifyitems(items):
     if _has_gpu():
@@ -22,3 +27,10 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="module")
+def float64():
+    """Float64 arrays stay what they are for a whole module."""
+    with jax.enable_x64(True):
+        yield

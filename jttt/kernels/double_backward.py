@@ -1,9 +1,9 @@
-"""Order two. The tangent of attention along (t_query, t_key, t_value), one sweep over the keys of
-each block of queries; then g_query by blocks of queries, g_key and g_value by blocks of keys.
+"""Order two. The tangent of attention along a direction, one sweep over the keys of each block of
+queries; then g_query by blocks of queries, g_key and g_value by blocks of keys, g_bias by tiles.
 
-Names follow the design note: A is the tangent of the scores, R the gradient of the scores, E that
-of P seen from value. Any of t_query, t_key, t_value may be None, a direction that is zero: the
-products it stands in are not made.
+Names follow the design note: A is the tangent of the scores, R their gradient, E that of P as value
+sees it. Each part of the direction, t_query, t_key, t_value, t_bias, t_sinks, may be None: the
+products in which it stands are not made.
 """
 
 import triton
@@ -13,156 +13,242 @@ from jttt.kernels import tiles
 
 
 @triton.jit
-def score_tangent(left, right, t_left, t_right, C: tl.constexpr):
-    """A = scale · (t_left · rightᵀ + left · t_rightᵀ), for either of (query, key) and (key, query)."""
-    if t_left is None:
-        a = tiles.product(left, tl.trans(t_right), C)
-    else:
-        a = tiles.product(t_left, tl.trans(right), C)
+def product_tangent(left, right, t_left, t_right, C: tl.constexpr):
+    """Tangent of the scaled products, scale · (t_left · rightᵀ + left · t_rightᵀ); left and right are
+    query and key, or key and query."""
+    if t_left is not None:
+        z = tiles.product(t_left, tl.trans(right), C)
         if t_right is not None:
-            a = tiles.product(left, tl.trans(t_right), C, a)
-    return a * C.scale
+            z = tiles.product(left, tl.trans(t_right), C, z)
+        return z * C.scale
+    elif t_right is not None:
+        return tiles.product(left, tl.trans(t_right), C) * C.scale
+    else:
+        return None
 
 
 @triton.jit
-def tangent_kernel(query, key, value, output, lse, d_output, delta, t_query, t_key, t_value, T, S,
-                   t_output, t_lse, row_term, C: tl.constexpr):
-    """t_output is None where only the row columns are wanted."""
+def score_tangent(x, z, t_bias, at, rows, columns, C: tl.constexpr):
+    """A, from the tangent z of the scaled products and that of the bias; either may be None."""
+    if t_bias is None:
+        return tiles.through_cap(z, x, C)
+    else:
+        a = tiles.load_dense(t_bias, C.layout.t_bias, at, rows, columns).to(tl.float32)
+        if z is not None:
+            a += tiles.through_cap(z, x, C)
+        return a
+
+
+@triton.jit
+def gradients(p, x, z, dp, b, delta, mean, w, t_bias, at, rows, columns, C: tl.constexpr):
+    """(E, dz, rz, R) of one tile: dz and rz are the gradients of the scaled products at order one and
+    two, which the direction and the inputs meet in g_query and g_key.
+
+    z, b: the tangent of the scaled products and dO · t_valueᵀ, or None. mean is None where the
+    direction moves no score; dp is then not looked at.
+    """
+    r = -w
+    if b is not None:
+        r = b - w
+    if mean is None:
+        r = p * r
+        return p * 0, p * 0, tiles.through_cap(r, x, C), r
+    else:
+        e = p * -mean
+        ds = p * (dp - delta)
+        if z is not None or t_bias is not None:
+            a = score_tangent(x, z, t_bias, at, rows, columns, C)
+            e = p * (a - mean)
+            r -= delta * a
+        r = dp * e + p * r
+        rz = tiles.through_cap(r, x, C)
+        if C.soft_cap is not None and z is not None:
+            rz -= (2 / C.soft_cap) * x * tiles.through_cap(z * ds, x, C)
+        return e, tiles.through_cap(ds, x, C), rz, r
+
+
+@triton.jit
+def tangent_kernel(query, key, value, bias, sinks, key_start, key_end, query_segments, key_segments, mask,
+                   block_list, block_counts, output, lse, d_output, delta, t_query, t_key, t_value, t_bias, t_sinks,
+                   T, S, t_output, t_lse, row_term, C: tl.constexpr):
+    """t_output is None where only the columns are wanted."""
     BLOCK_T: tl.constexpr = C.blocks.queries
     BLOCK_S: tl.constexpr = C.blocks.keys
     block, head, batch = tiles.program(tl.cdiv(T, BLOCK_T), C.layout.query.heads, C.band.right is not None)
     kv_head = head // C.group
-    start = block * BLOCK_T
-    q = tiles.load_rows(query, C.layout.query, batch, head, start, T, BLOCK_T, True)
-    tq = tiles.load_rows(t_query, C.layout.t_query, batch, head, start, T, BLOCK_T, True)
-    lse_rows = tiles.load_lse(lse, C.layout.lse, batch, head, start, T, BLOCK_T)[:, None]
-    rows = (start + tl.arange(0, BLOCK_T))[:, None]
+    at = (batch, head, T, S)
+    hidden = (key_start, key_end, query_segments, key_segments, mask)
+    t0 = block * BLOCK_T
+    rows = (t0 + tl.arange(0, BLOCK_T))[:, None]
+    q = tiles.load_rows(query, C.layout.query, batch, head, t0, T, BLOCK_T, True)
+    tq = tiles.load_rows(t_query, C.layout.t_query, batch, head, t0, T, BLOCK_T, True)
+    log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows)
     acc = tl.zeros([BLOCK_T, tiles.padded(C.layout.value.width)], tl.float32)
-    mean = tl.zeros([BLOCK_T], tl.float32)
+    mean = tl.zeros([BLOCK_T, 1], tl.float32)
+    if t_sinks is not None:
+        sink = tiles.load_column(sinks, C.layout.sinks, batch, head, 1, 0).to(tl.float32)
+        t_sink = tiles.load_column(t_sinks, C.layout.t_sinks, batch, head, 1, 0).to(tl.float32)
+        mean += t_sink * tl.exp2(sink * tiles.LOG2E - log_sum)
 
-    begin, full_begin, full_end, end = tiles.block_bounds(
-        start, tl.minimum(start + BLOCK_T, T) - 1, S, C.band.left, C.band.right, BLOCK_S)
+    walk = tiles.walk_keys(block, block_list, block_counts, at, C)
     for MASKED in tl.static_range(2):
-        for i in range(tiles.block_count(begin, full_begin, full_end, end, MASKED)):
-            key_start = tiles.block_at(i, begin, full_begin, full_end, MASKED) * BLOCK_S
-            columns = (key_start + tl.arange(0, BLOCK_S))[None, :]
-            k = tiles.load_rows(key, C.layout.key, batch, kv_head, key_start, S, BLOCK_S, MASKED)
-            p = tiles.probabilities(tiles.product(q, tl.trans(k), C), lse_rows, rows, columns, S, C, MASKED)
-            tv = tiles.load_rows(t_value, C.layout.t_value, batch, kv_head, key_start, S, BLOCK_S, MASKED)
-            if t_value is not None:
-                acc = tiles.product(p, tv, C, acc)
-            if t_query is not None or t_key is not None:
-                tk = tiles.load_rows(t_key, C.layout.t_key, batch, kv_head, key_start, S, BLOCK_S, MASKED)
-                v = tiles.load_rows(value, C.layout.value, batch, kv_head, key_start, S, BLOCK_S, MASKED)
-                pa = p * score_tangent(q, k, tq, tk, C)
-                mean += tl.sum(pa, 1)
+        for i in range(tiles.steps(walk, MASKED)):
+            s0 = tiles.step(walk, i, MASKED) * BLOCK_S
+            columns = (s0 + tl.arange(0, BLOCK_S))[None, :]
+            k = tiles.load_rows(key, C.layout.key, batch, kv_head, s0, S, BLOCK_S, MASKED)
+            tk = tiles.load_rows(t_key, C.layout.t_key, batch, kv_head, s0, S, BLOCK_S, MASKED)
+            x = tiles.capped(tiles.product(q, tl.trans(k), C), C)
+            p = tiles.probabilities(x, log_sum, bias, hidden, at, rows, columns, C, MASKED)
+            z = product_tangent(q, k, tq, tk, C)
+            if z is not None or t_bias is not None:
+                v = tiles.load_rows(value, C.layout.value, batch, kv_head, s0, S, BLOCK_S, MASKED)
+                pa = p * score_tangent(x, z, t_bias, at, rows, columns, C)
+                mean += tl.sum(pa, 1, keep_dims=True)
                 acc = tiles.product(pa, v, C, acc)
+            if t_value is not None:
+                tv = tiles.load_rows(t_value, C.layout.t_value, batch, kv_head, s0, S, BLOCK_S, MASKED)
+                acc = tiles.product(p, tv, C, acc)
 
-    if t_query is not None or t_key is not None:
-        o = tiles.load_rows(output, C.layout.output, batch, head, start, T, BLOCK_T, True)
-        acc -= mean[:, None] * o.to(tl.float32)
-    do = tiles.load_rows(d_output, C.layout.d_output, batch, head, start, T, BLOCK_T, True)
-    delta_rows = tiles.load_column(delta, C.layout.delta, batch, head, start, T, BLOCK_T)
-    w = tl.sum(acc * do.to(tl.float32), 1) - mean * delta_rows
+    o = tiles.load_rows(output, C.layout.output, batch, head, t0, T, BLOCK_T, True)
+    do = tiles.load_rows(d_output, C.layout.d_output, batch, head, t0, T, BLOCK_T, True)
+    row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
+    acc -= mean * o.to(tl.float32)
+    w = tl.sum(acc * do.to(tl.float32), 1, keep_dims=True) - mean * row_delta
     if t_output is not None:
-        tiles.store_rows(t_output, C.layout.t_output, batch, head, start, T, BLOCK_T, acc)
-    tiles.store_column(t_lse, C.layout.t_lse, batch, head, start, T, BLOCK_T, mean)
-    tiles.store_column(row_term, C.layout.row_term, batch, head, start, T, BLOCK_T, w)
+        tiles.store_rows(t_output, C.layout.t_output, batch, head, t0, T, BLOCK_T, acc)
+    tiles.store_column(t_lse, C.layout.t_lse, batch, head, T, rows, mean)
+    tiles.store_column(row_term, C.layout.row_term, batch, head, T, rows, w)
 
 
 @triton.jit
-def g_query_kernel(query, key, value, lse, d_output, delta, t_lse, row_term, t_query, t_key, t_value, T, S,
-                   g_query, C: tl.constexpr):
+def g_query_kernel(query, key, value, bias, key_start, key_end, query_segments, key_segments, mask,
+                   block_list, block_counts, lse, d_output, delta, t_lse, row_term, t_query, t_key, t_value, t_bias,
+                   T, S, g_query, C: tl.constexpr):
     BLOCK_T: tl.constexpr = C.blocks.queries
     BLOCK_S: tl.constexpr = C.blocks.keys
     block, head, batch = tiles.program(tl.cdiv(T, BLOCK_T), C.layout.query.heads, C.band.right is not None)
     kv_head = head // C.group
-    start = block * BLOCK_T
-    q = tiles.load_rows(query, C.layout.query, batch, head, start, T, BLOCK_T, True)
-    do = tiles.load_rows(d_output, C.layout.d_output, batch, head, start, T, BLOCK_T, True)
-    tq = tiles.load_rows(t_query, C.layout.t_query, batch, head, start, T, BLOCK_T, True)
-    lse_rows = tiles.load_lse(lse, C.layout.lse, batch, head, start, T, BLOCK_T)[:, None]
-    delta_rows = tiles.load_column(delta, C.layout.delta, batch, head, start, T, BLOCK_T)[:, None]
-    mean = tiles.load_column(t_lse, C.layout.t_lse, batch, head, start, T, BLOCK_T)[:, None]
-    w = tiles.load_column(row_term, C.layout.row_term, batch, head, start, T, BLOCK_T)[:, None]
-    rows = (start + tl.arange(0, BLOCK_T))[:, None]
+    at = (batch, head, T, S)
+    hidden = (key_start, key_end, query_segments, key_segments, mask)
+    t0 = block * BLOCK_T
+    rows = (t0 + tl.arange(0, BLOCK_T))[:, None]
+    q = tiles.load_rows(query, C.layout.query, batch, head, t0, T, BLOCK_T, True)
+    do = tiles.load_rows(d_output, C.layout.d_output, batch, head, t0, T, BLOCK_T, True)
+    tq = tiles.load_rows(t_query, C.layout.t_query, batch, head, t0, T, BLOCK_T, True)
+    log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows)
+    row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
+    mean = tiles.load_optional_column(t_lse, C.layout.t_lse, batch, head, T, rows)
+    w = tiles.load_column(row_term, C.layout.row_term, batch, head, T, rows)
     gq = tl.zeros([BLOCK_T, tiles.padded(C.layout.query.width)], tl.float32)
 
-    begin, full_begin, full_end, end = tiles.block_bounds(
-        start, tl.minimum(start + BLOCK_T, T) - 1, S, C.band.left, C.band.right, BLOCK_S)
+    walk = tiles.walk_keys(block, block_list, block_counts, at, C)
     for MASKED in tl.static_range(2):
-        for i in range(tiles.block_count(begin, full_begin, full_end, end, MASKED)):
-            key_start = tiles.block_at(i, begin, full_begin, full_end, MASKED) * BLOCK_S
-            columns = (key_start + tl.arange(0, BLOCK_S))[None, :]
-            k = tiles.load_rows(key, C.layout.key, batch, kv_head, key_start, S, BLOCK_S, MASKED)
-            v = tiles.load_rows(value, C.layout.value, batch, kv_head, key_start, S, BLOCK_S, MASKED)
-            tk = tiles.load_rows(t_key, C.layout.t_key, batch, kv_head, key_start, S, BLOCK_S, MASKED)
-            tv = tiles.load_rows(t_value, C.layout.t_value, batch, kv_head, key_start, S, BLOCK_S, MASKED)
-            p = tiles.probabilities(tiles.product(q, tl.trans(k), C), lse_rows, rows, columns, S, C, MASKED)
-            r = -w
-            if t_value is not None:
-                r = tiles.product(do, tl.trans(tv), C) - w
-            if t_query is not None or t_key is not None:
-                a = score_tangent(q, k, tq, tk, C)
-                dp = tiles.product(do, tl.trans(v), C)
-                r += dp * (a - mean) - delta_rows * a
-                if t_key is not None:
-                    gq = tiles.product(p * (dp - delta_rows), tk, C, gq)
-            gq = tiles.product(p * r, k, C, gq)
-    tiles.store_rows(g_query, C.layout.g_query, batch, head, start, T, BLOCK_T, gq * C.scale)
+        for i in range(tiles.steps(walk, MASKED)):
+            s0 = tiles.step(walk, i, MASKED) * BLOCK_S
+            columns = (s0 + tl.arange(0, BLOCK_S))[None, :]
+            k = tiles.load_rows(key, C.layout.key, batch, kv_head, s0, S, BLOCK_S, MASKED)
+            v = tiles.load_rows(value, C.layout.value, batch, kv_head, s0, S, BLOCK_S, MASKED)
+            tk = tiles.load_rows(t_key, C.layout.t_key, batch, kv_head, s0, S, BLOCK_S, MASKED)
+            tv = tiles.load_rows(t_value, C.layout.t_value, batch, kv_head, s0, S, BLOCK_S, MASKED)
+            x = tiles.capped(tiles.product(q, tl.trans(k), C), C)
+            p = tiles.probabilities(x, log_sum, bias, hidden, at, rows, columns, C, MASKED)
+            z = product_tangent(q, k, tq, tk, C)
+            dp = None if mean is None else tiles.product(do, tl.trans(v), C)
+            b = None if tv is None else tiles.product(do, tl.trans(tv), C)
+            e, dz, rz, r = gradients(p, x, z, dp, b, row_delta, mean, w, t_bias, at, rows, columns, C)
+            gq = tiles.product(rz, k, C, gq)
+            if t_key is not None:
+                gq = tiles.product(dz, tk, C, gq)
+    tiles.store_rows(g_query, C.layout.g_query, batch, head, t0, T, BLOCK_T, gq * C.scale)
 
 
 @triton.jit
-def g_key_value_kernel(query, key, value, lse, d_output, delta, t_lse, row_term, t_query, t_key, t_value, T, S,
-                       g_key, g_value, C: tl.constexpr):
-    """g_key or g_value is None where it is not wanted; g_value needs t_query or t_key. Tiles are
-    transposed here, keys along rows; one program sums over the query heads of its key head."""
+def g_key_value_kernel(query, key, value, bias, key_start, key_end, query_segments, key_segments, mask,
+                       block_list, block_counts, lse, d_output, delta, t_lse, row_term, t_query, t_key, t_value,
+                       t_bias, T, S, g_key, g_value, C: tl.constexpr):
+    """g_key or g_value is None where it is not wanted. Tiles are transposed here, keys along rows;
+    one program sums over the query heads of its key head."""
     BLOCK_T: tl.constexpr = C.blocks.queries
     BLOCK_S: tl.constexpr = C.blocks.keys
     block, kv_head, batch = tiles.program(tl.cdiv(S, BLOCK_S), C.layout.key.heads, False)
-    start = block * BLOCK_S
-    k = tiles.load_rows(key, C.layout.key, batch, kv_head, start, S, BLOCK_S, True)
-    columns = (start + tl.arange(0, BLOCK_S))[:, None]
-    tk = tiles.load_rows(t_key, C.layout.t_key, batch, kv_head, start, S, BLOCK_S, True)
+    hidden = (key_start, key_end, query_segments, key_segments, mask)
+    s0 = block * BLOCK_S
+    columns = (s0 + tl.arange(0, BLOCK_S))[:, None]
+    k = tiles.load_rows(key, C.layout.key, batch, kv_head, s0, S, BLOCK_S, True)
+    v = tiles.load_rows(value, C.layout.value, batch, kv_head, s0, S, BLOCK_S, True)
+    tk = tiles.load_rows(t_key, C.layout.t_key, batch, kv_head, s0, S, BLOCK_S, True)
+    tv = tiles.load_rows(t_value, C.layout.t_value, batch, kv_head, s0, S, BLOCK_S, True)
     if g_key is not None:
-        v = tiles.load_rows(value, C.layout.value, batch, kv_head, start, S, BLOCK_S, True)
         gk = tl.zeros([BLOCK_S, tiles.padded(C.layout.key.width)], tl.float32)
-        tv = tiles.load_rows(t_value, C.layout.t_value, batch, kv_head, start, S, BLOCK_S, True)
     if g_value is not None:
         gv = tl.zeros([BLOCK_S, tiles.padded(C.layout.value.width)], tl.float32)
 
-    begin, full_begin, full_end, end = tiles.block_bounds(
-        start, tl.minimum(start + BLOCK_S, S) - 1, T, C.band.right, C.band.left, BLOCK_T)
-    for MASKED in tl.static_range(2):
-        count = tiles.block_count(begin, full_begin, full_end, end, MASKED)
-        for i in range(C.group * count):
-            head = kv_head * C.group + i // count
-            query_start = tiles.block_at(i % count, begin, full_begin, full_end, MASKED) * BLOCK_T
-            rows = (query_start + tl.arange(0, BLOCK_T))[None, :]
-            q = tiles.load_rows(query, C.layout.query, batch, head, query_start, T, BLOCK_T, MASKED)
-            do = tiles.load_rows(d_output, C.layout.d_output, batch, head, query_start, T, BLOCK_T, MASKED)
-            tq = tiles.load_rows(t_query, C.layout.t_query, batch, head, query_start, T, BLOCK_T, MASKED)
-            lse_rows = tiles.load_lse(lse, C.layout.lse, batch, head, query_start, T, BLOCK_T)[None, :]
-            p = tiles.probabilities(tiles.product(k, tl.trans(q), C), lse_rows, rows, columns, S, C, MASKED)
-            if t_query is not None or t_key is not None:
-                mean = tiles.load_column(t_lse, C.layout.t_lse, batch, head, query_start, T, BLOCK_T)[None, :]
-                a = score_tangent(k, q, tk, tq, C)
+    for head in range(kv_head * C.group, (kv_head + 1) * C.group):
+        at = (batch, head, T, S)
+        walk = tiles.walk_queries(block, block_list, block_counts, at, C)
+        for MASKED in tl.static_range(2):
+            for i in range(tiles.steps(walk, MASKED)):
+                t0 = tiles.step(walk, i, MASKED) * BLOCK_T
+                rows = (t0 + tl.arange(0, BLOCK_T))[None, :]
+                q = tiles.load_rows(query, C.layout.query, batch, head, t0, T, BLOCK_T, MASKED)
+                do = tiles.load_rows(d_output, C.layout.d_output, batch, head, t0, T, BLOCK_T, MASKED)
+                tq = tiles.load_rows(t_query, C.layout.t_query, batch, head, t0, T, BLOCK_T, MASKED)
+                log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows)
+                row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
+                mean = tiles.load_optional_column(t_lse, C.layout.t_lse, batch, head, T, rows)
+                w = tiles.load_column(row_term, C.layout.row_term, batch, head, T, rows)
+                x = tiles.capped(tiles.product(k, tl.trans(q), C), C)
+                p = tiles.probabilities(x, log_sum, bias, hidden, at, rows, columns, C, MASKED)
+                z = product_tangent(k, q, tk, tq, C)
+                # Used by g_key alone, and not computed where that is not wanted.
+                dp = None if mean is None else tiles.product(v, tl.trans(do), C)
+                b = None if tv is None else tiles.product(tv, tl.trans(do), C)
+                e, dz, rz, r = gradients(p, x, z, dp, b, row_delta, mean, w, t_bias, at, rows, columns, C)
                 if g_value is not None:
-                    gv = tiles.product(p * (a - mean), do, C, gv)
-            if g_key is not None:
-                w = tiles.load_column(row_term, C.layout.row_term, batch, head, query_start, T, BLOCK_T)[None, :]
-                r = -w
-                if t_value is not None:
-                    r = tiles.product(tv, tl.trans(do), C) - w
-                if t_query is not None or t_key is not None:
-                    delta_rows = tiles.load_column(delta, C.layout.delta, batch, head, query_start, T, BLOCK_T)[None, :]
-                    dp = tiles.product(v, tl.trans(do), C)
-                    r += dp * (a - mean) - delta_rows * a
+                    gv = tiles.product(e, do, C, gv)
+                if g_key is not None:
+                    gk = tiles.product(rz, q, C, gk)
                     if t_query is not None:
-                        gk = tiles.product(p * (dp - delta_rows), tq, C, gk)
-                gk = tiles.product(p * r, q, C, gk)
+                        gk = tiles.product(dz, tq, C, gk)
 
     if g_key is not None:
-        tiles.store_rows(g_key, C.layout.g_key, batch, kv_head, start, S, BLOCK_S, gk * C.scale)
+        tiles.store_rows(g_key, C.layout.g_key, batch, kv_head, s0, S, BLOCK_S, gk * C.scale)
     if g_value is not None:
-        tiles.store_rows(g_value, C.layout.g_value, batch, kv_head, start, S, BLOCK_S, gv)
+        tiles.store_rows(g_value, C.layout.g_value, batch, kv_head, s0, S, BLOCK_S, gv)
+
+
+@triton.jit
+def g_bias_kernel(query, key, value, bias, key_start, key_end, query_segments, key_segments, mask,
+                  lse, d_output, delta, t_lse, row_term, t_query, t_key, t_value, t_bias, T, S, g_bias,
+                  C: tl.constexpr):
+    """One program a tile of bias, summing over the tiles, heads and batch along which it is broadcast."""
+    BLOCK_T: tl.constexpr = C.blocks.queries
+    BLOCK_S: tl.constexpr = C.blocks.keys
+    hidden = (key_start, key_end, query_segments, key_segments, mask)
+    row_block, column_block, bias_head, bias_batch = tiles.bias_program(T, S, C)
+    acc = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)
+    for i in range(tiles.bias_shares(T, S, C)):
+        t0, s0, head, batch = tiles.bias_share(i, row_block, column_block, bias_head, bias_batch, T, S, C)
+        kv_head = head // C.group
+        at = (batch, head, T, S)
+        rows = (t0 + tl.arange(0, BLOCK_T))[:, None]
+        columns = (s0 + tl.arange(0, BLOCK_S))[None, :]
+        q = tiles.load_rows(query, C.layout.query, batch, head, t0, T, BLOCK_T, True)
+        do = tiles.load_rows(d_output, C.layout.d_output, batch, head, t0, T, BLOCK_T, True)
+        tq = tiles.load_rows(t_query, C.layout.t_query, batch, head, t0, T, BLOCK_T, True)
+        k = tiles.load_rows(key, C.layout.key, batch, kv_head, s0, S, BLOCK_S, True)
+        v = tiles.load_rows(value, C.layout.value, batch, kv_head, s0, S, BLOCK_S, True)
+        tk = tiles.load_rows(t_key, C.layout.t_key, batch, kv_head, s0, S, BLOCK_S, True)
+        tv = tiles.load_rows(t_value, C.layout.t_value, batch, kv_head, s0, S, BLOCK_S, True)
+        log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows)
+        row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
+        mean = tiles.load_optional_column(t_lse, C.layout.t_lse, batch, head, T, rows)
+        w = tiles.load_column(row_term, C.layout.row_term, batch, head, T, rows)
+        x = tiles.capped(tiles.product(q, tl.trans(k), C), C)
+        p = tiles.probabilities(x, log_sum, bias, hidden, at, rows, columns, C, True)
+        z = product_tangent(q, k, tq, tk, C)
+        dp = None if mean is None else tiles.product(do, tl.trans(v), C)
+        b = None if tv is None else tiles.product(do, tl.trans(tv), C)
+        e, dz, rz, r = gradients(p, x, z, dp, b, row_delta, mean, w, t_bias, at, rows, columns, C)
+        acc += r
+    tiles.store_bias(g_bias, C.layout.g_bias, row_block, column_block, bias_head, bias_batch, T, S, acc, C)

@@ -7,30 +7,36 @@ from jttt.kernels import tiles
 
 
 @triton.jit
-def forward_kernel(query, key, value, T, S, output, lse, C: tl.constexpr):
+def forward_kernel(query, key, value, bias, sinks, key_start, key_end, query_segments, key_segments, mask,
+                   block_list, block_counts, T, S, output, lse, C: tl.constexpr):
     BLOCK_T: tl.constexpr = C.blocks.queries
     BLOCK_S: tl.constexpr = C.blocks.keys
     block, head, batch = tiles.program(tl.cdiv(T, BLOCK_T), C.layout.query.heads, C.band.right is not None)
     kv_head = head // C.group
-    start = block * BLOCK_T
-
-    q = tiles.load_rows(query, C.layout.query, batch, head, start, T, BLOCK_T, True)
-    rows = (start + tl.arange(0, BLOCK_T))[:, None]
+    at = (batch, head, T, S)
+    hidden = (key_start, key_end, query_segments, key_segments, mask)
+    t0 = block * BLOCK_T
+    rows = (t0 + tl.arange(0, BLOCK_T))[:, None]
+    q = tiles.load_rows(query, C.layout.query, batch, head, t0, T, BLOCK_T, True)
+    acc = tl.zeros([BLOCK_T, tiles.padded(C.layout.value.width)], tl.float32)
     peak = tl.full([BLOCK_T], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_T], tl.float32)
-    acc = tl.zeros([BLOCK_T, tiles.padded(C.layout.value.width)], tl.float32)
+    if sinks is not None:
+        sink = tiles.load_column(sinks, C.layout.sinks, batch, head, 1, 0).to(tl.float32) * tiles.LOG2E
+        peak = tl.maximum(peak, sink)
+        total = tl.where(peak == float("-inf"), 0.0, 1.0)
 
-    begin, full_begin, full_end, end = tiles.block_bounds(
-        start, tl.minimum(start + BLOCK_T, T) - 1, S, C.band.left, C.band.right, BLOCK_S)
+    walk = tiles.walk_keys(block, block_list, block_counts, at, C)
     for MASKED in tl.static_range(2):
-        for i in range(tiles.block_count(begin, full_begin, full_end, end, MASKED)):
-            key_start = tiles.block_at(i, begin, full_begin, full_end, MASKED) * BLOCK_S
-            k = tiles.load_rows(key, C.layout.key, batch, kv_head, key_start, S, BLOCK_S, MASKED)
-            v = tiles.load_rows(value, C.layout.value, batch, kv_head, key_start, S, BLOCK_S, MASKED)
-            scores = tiles.product(q, tl.trans(k), C) * (C.scale * tiles.LOG2E)
+        for i in range(tiles.steps(walk, MASKED)):
+            s0 = tiles.step(walk, i, MASKED) * BLOCK_S
+            columns = (s0 + tl.arange(0, BLOCK_S))[None, :]
+            k = tiles.load_rows(key, C.layout.key, batch, kv_head, s0, S, BLOCK_S, MASKED)
+            v = tiles.load_rows(value, C.layout.value, batch, kv_head, s0, S, BLOCK_S, MASKED)
+            x = tiles.capped(tiles.product(q, tl.trans(k), C), C)
+            scores = tiles.scores(x, bias, at, rows, columns, C)
             if MASKED:
-                columns = (key_start + tl.arange(0, BLOCK_S))[None, :]
-                scores = tl.where(tiles.visible(rows, columns, S, C), scores, float("-inf"))
+                scores = tl.where(tiles.visible(hidden, at, rows, columns, C), scores, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(scores, 1))
             # A row that has seen nothing yet has peak −∞, and −∞ − −∞ is NaN.
             shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -42,6 +48,6 @@ def forward_kernel(query, key, value, T, S, output, lse, C: tl.constexpr):
 
     empty = total == 0
     total = tl.where(empty, 1.0, total)
-    tiles.store_rows(output, C.layout.output, batch, head, start, T, BLOCK_T, acc / total[:, None])
-    lse_rows = tl.where(empty, float("-inf"), (peak + tl.log2(total)) * tiles.LN2)
-    tiles.store_column(lse, C.layout.lse, batch, head, start, T, BLOCK_T, lse_rows)
+    tiles.store_rows(output, C.layout.output, batch, head, t0, T, BLOCK_T, acc / total[:, None])
+    natural = tl.where(empty, float("-inf"), (peak + tl.log2(total)) * tiles.LN2)
+    tiles.store_column(lse, C.layout.lse, batch, head, T, t0 + tl.arange(0, BLOCK_T), natural)

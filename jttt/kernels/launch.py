@@ -10,10 +10,11 @@ import dataclasses
 import math
 import os
 import threading
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 # Triton 3.9 warns where this is unset; fused multiply-adds are what these kernels are written for.
@@ -22,19 +23,25 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 import jax_triton  # noqa: E402
 import triton  # noqa: E402
 
+from jttt import masks  # noqa: E402
 from jttt.kernels import backward, blocks, double_backward, forward  # noqa: E402
 from jttt.kernels.config import ArrayLayouts, Blocks, KernelConfig, Layout  # noqa: E402
 from jttt.spec import AttentionSpec  # noqa: E402
 
-# {pass: [(kernel, which axis its programs divide, its outputs)]}
+# {pass: [(kernel, what one program has a block of, its outputs)]}
 KERNELS: dict[str, list[tuple[Any, str, tuple[str, ...]]]] = {
     "forward": [(forward.forward_kernel, "queries", ("output", "lse"))],
     "backward": [(backward.d_query_kernel, "queries", ("d_query",)),
-                 (backward.d_key_value_kernel, "keys", ("d_key", "d_value"))],
+                 (backward.d_key_value_kernel, "keys", ("d_key", "d_value")),
+                 (backward.d_bias_kernel, "bias", ("d_bias",))],
     "tangent": [(double_backward.tangent_kernel, "queries", ("t_output", "t_lse", "row_term"))],
     "double_backward": [(double_backward.g_query_kernel, "queries", ("g_query",)),
-                        (double_backward.g_key_value_kernel, "keys", ("g_key", "g_value"))],
+                        (double_backward.g_key_value_kernel, "keys", ("g_key", "g_value")),
+                        (double_backward.g_bias_kernel, "bias", ("g_bias",))],
 }
+
+_PER_ROW = ("lse", "delta", "row_term")
+_PER_POSITION = ("key_start", "key_end", "query_segments", "key_segments")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +51,7 @@ class Launch:
     kernel: Any
     arguments: dict[str, Any]
     outputs: dict[str, jax.ShapeDtypeStruct]
-    axis: Literal["queries", "keys"]
+    axis: str
     batch: int
     capability: int
 
@@ -56,13 +63,14 @@ class Launch:
     def programs(self) -> int:
         """One for each block of the axis that is divided, each of its heads, each of the batch."""
         cut, layout = self.config.blocks, self.config.layout
+        query_blocks = triton.cdiv(self.arguments["T"], cut.queries)
+        key_blocks = triton.cdiv(self.arguments["S"], cut.keys)
         if self.axis == "queries":
-            return triton.cdiv(self.arguments["T"], cut.queries) * layout.query.heads * self.batch
-        return triton.cdiv(self.arguments["S"], cut.keys) * layout.key.heads * self.batch
-
-    def with_blocks(self, cut: Blocks) -> Launch:
-        config = dataclasses.replace(self.config, blocks=cut)
-        return dataclasses.replace(self, arguments={**self.arguments, "C": config})
+            return query_blocks * layout.query.heads * self.batch
+        if self.axis == "keys":
+            return key_blocks * layout.key.heads * self.batch
+        tiles = (query_blocks if layout.bias.rows else 1) * (key_blocks if layout.bias.columns else 1)
+        return tiles * layout.bias.heads * (self.batch // self.config.bias_batch)
 
 
 def run(name: str, spec: AttentionSpec, operands: dict[str, jax.Array], wanted: Sequence[str],
@@ -76,37 +84,60 @@ def run(name: str, spec: AttentionSpec, operands: dict[str, jax.Array], wanted: 
 
 
 def launches(name: str, spec: AttentionSpec, operands: dict[str, Any], wanted: Sequence[str],
-             batch: tuple[int, ...], capability: int) -> list[Launch]:
-    """The launches of pass `name`. Operands need only a shape and a dtype."""
-    query, key, value = operands["query"], operands["key"], operands["value"]
+             batch: tuple[int, ...], capability: int, cut: Blocks | None = None) -> Iterator[Launch]:
+    """The launches of pass `name`, with the table's blocks unless others are given.
+
+    Operands need only a shape and a dtype, unless blocks are hidden at run time.
+    """
+    query, key, value, bias = (operands.get(array) for array in ("query", "key", "value", "bias"))
     (T, N, H), (S, K, E) = query.shape[-3:], value.shape[-3:]
     rows = {"query": (T, N, H), "key": (S, K, H), "value": (S, K, E), "output": (T, N, E)}
+    hidden = {array: operands.get(array) for array in masks.OPERANDS}
 
-    def kind(array: str) -> str:
-        return array.removeprefix("d_").removeprefix("t_").removeprefix("g_")
-
-    def shape_of(array: str) -> tuple[int, ...]:
-        return rows.get(kind(array), (N, T))
-
-    def layout_of(array: str, operand: Any = None) -> Layout:
-        heads, width = shape_of(array)[1:] if kind(array) in rows else (N, 1)
-        return Layout(heads, width, None if operand is None else _batch_axes(operand.shape, batch))
-
-    result = []
     for kernel, axis, outputs in KERNELS[name]:
-        made = {array: jax.ShapeDtypeStruct(batch + shape_of(array),
-                                            query.dtype if kind(array) in rows else np.float32)
-                for array in outputs if array in wanted}
+        made = {}
+        for array in outputs:
+            kind = _kind(array)
+            if array in wanted and kind == "bias":
+                made[array] = jax.ShapeDtypeStruct((*batch[:-1], *bias.shape[-4:]), bias.dtype)
+            elif array in wanted and kind in rows:
+                made[array] = jax.ShapeDtypeStruct(batch + rows[kind], query.dtype)
+            elif array in wanted:
+                made[array] = jax.ShapeDtypeStruct((*batch, N, T), np.float32)
         if not made:
             continue
-        cut = blocks.choose(kernel.__name__, max(H, E), query.dtype.itemsize, capability)
-        layouts = {array: layout_of(array) for array in ("output", "lse", *made)}
-        layouts |= {array: layout_of(array, x) for array, x in operands.items()}
-        config = KernelConfig(spec.scale, spec.band, spec.precision, cut, ArrayLayouts(**layouts))
-        arguments = {array: operands.get(array) for array in kernel.arg_names if array not in made}
-        arguments |= dict(T=T, S=S, C=config)
-        result.append(Launch(kernel, arguments, made, axis, math.prod(batch), capability))
-    return result
+        blocks_ = cut or blocks.choose(kernel.__name__, max(H, E), query.dtype.itemsize, capability)
+        arrays = {array: operands.get(array) for array in kernel.arg_names if array not in (*made, "T", "S", "C")}
+        if axis != "bias" and any(x is not None for x in hidden.values()):
+            status = masks.tile_status(spec.band, hidden, T, S, blocks_.queries, blocks_.keys)
+            status = status if axis == "queries" else jnp.swapaxes(status, -1, -2)
+            arrays["block_list"], arrays["block_counts"] = masks.block_list(status)
+        layouts = {array: _layout(array, x.shape, batch) for array, x in (arrays | made).items() if x is not None}
+        shared = batch[-1] if bias is not None and bias.shape[-4] < batch[-1] else 1
+        config = KernelConfig(spec.scale, spec.band, spec.soft_cap, spec.precision, blocks_,
+                              ArrayLayouts(**layouts), shared)
+        yield Launch(kernel, {**arrays, "T": T, "S": S, "C": config}, made, axis, math.prod(batch), capability)
+
+
+def _kind(array: str) -> str:
+    """query of t_query, d_query and g_query, and so on."""
+    return array[2:] if array[:2] in ("d_", "t_", "g_") else array
+
+
+def _layout(array: str, shape: tuple[int, ...], batch: tuple[int, ...]) -> Layout:
+    kind, own_batch = _kind(array), _batch_axes(shape, batch)
+    if kind in ("bias", "mask"):
+        heads, rows, columns = shape[-3:]
+        return Layout(heads, rows=rows > 1, columns=columns > 1, batch=own_batch)
+    if kind in ("block_list", "block_counts"):
+        return Layout(shape[-3], batch=own_batch)
+    if kind in _PER_POSITION:
+        return Layout(1, batch=own_batch)
+    if kind == "sinks":
+        return Layout(shape[-1], batch=own_batch)
+    if kind in _PER_ROW:
+        return Layout(shape[-2], batch=own_batch)
+    return Layout(*shape[-2:], batch=own_batch)
 
 
 def _batch_axes(shape: tuple[int, ...], batch: tuple[int, ...]) -> tuple[tuple[int, int, int], ...] | None:
@@ -124,6 +155,7 @@ def _batch_axes(shape: tuple[int, ...], batch: tuple[int, ...]) -> tuple[tuple[i
 
 
 def call(launch: Launch) -> dict[str, jax.Array]:
+    """Runs a kernel where the computation is lowered for CUDA; returns its outputs by name."""
     cut = launch.config.blocks
     results = jax_triton.triton_call(
         **launch.arguments, kernel=launch.kernel, out_type=tuple(launch.outputs.values()),

@@ -2,10 +2,16 @@
 
 Arrays keep the layout of the public function. An array of rows is `[B, T, N, H]` (queries) or
 `[B, S, K, H]` (keys), read in place: one head is rows of H contiguous numbers, N·H apart. A column
-of per-row numbers (log-sum-exp, …) is `[B, N, T]`. Both are told by a `config.Layout`.
+of per-row numbers (log-sum-exp, …) is `[B, N, T]`, a dense array (mask, bias) `[B, N, T, S]` with
+any axis but B of size one. Each is told by a `config.Layout`.
 
 `C`, a `config.KernelConfig`, holds all that is fixed at compile time. Lengths are run-time
-arguments, so one compiled kernel serves every T and S.
+arguments, so one compiled kernel serves every T and S. Rows are positions of queries and columns
+positions of keys, shaped `[rows, 1]` and `[1, columns]`, or the other way round in a transposed
+tile: what works on both only broadcasts.
+
+Three tuples travel together: `at` is (batch, query head, T, S); `hidden` the arrays that say what
+is visible, as `masks.OPERANDS` without the summary; `walk` makes the third.
 """
 
 import triton
@@ -13,6 +19,8 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+# The least finite score that is still finite in base two.
+LEAST_SCORE = tl.constexpr(-2.3e38)
 
 
 @triton.jit
@@ -29,15 +37,31 @@ def program(blocks, HEADS: tl.constexpr, LAST_FIRST: tl.constexpr):
 
 
 @triton.jit
-def operand_batch(batch, AXES: tl.constexpr):
-    """Batch index within one operand, 64 bit, from that of the launch. AXES is None for an operand
-    with the launch's whole batch, else the (divisor, size, stride) of each batch axis it has."""
+def own_batch(batch, L: tl.constexpr):
+    """Batch index within one array, 64 bit, from that of the launch."""
     index = batch.to(tl.int64)
-    if AXES is not None:
+    if L.batch is not None:
         index = index * 0
-        for i in tl.static_range(len(AXES)):
-            index += (batch // AXES[i][0]) % AXES[i][1] * AXES[i][2]
+        for i in tl.static_range(len(L.batch)):
+            index += (batch // L.batch[i][0]) % L.batch[i][1] * L.batch[i][2]
     return index
+
+
+@triton.constexpr_function
+def padded(width):
+    """The width of a tile in registers: a power of two, and enough for a matrix instruction."""
+    return max(16, triton.next_power_of_2(width))
+
+
+# Rows
+
+
+@triton.jit
+def row_pointers(array, L: tl.constexpr, batch, head, start, length, ROWS: tl.constexpr):
+    # 64 bits once for the tile, 32 within it: an array may have more than 2³¹ elements.
+    row = own_batch(batch, L) * length + start
+    first = array + (row * L.heads + head) * L.width
+    return first + (tl.arange(0, ROWS)[:, None] * (L.heads * L.width) + tl.arange(0, padded(L.width))[None, :])
 
 
 @triton.jit
@@ -68,44 +92,72 @@ def store_rows(array, L: tl.constexpr, batch, head, start, length, ROWS: tl.cons
     tl.store(pointers, tile.to(array.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def row_pointers(array, L: tl.constexpr, batch, head, start, length, ROWS: tl.constexpr):
-    # 64 bits once for the tile, 32 within it: an array may have more than 2³¹ elements.
-    row = operand_batch(batch, L.batch) * length + start
-    first = array + (row * L.heads + head) * L.width
-    return first + (tl.arange(0, ROWS)[:, None] * (L.heads * L.width) + tl.arange(0, padded(L.width))[None, :])
-
-
-@triton.constexpr_function
-def padded(width):
-    """The width of a tile in registers: a power of two, and enough for a matrix instruction."""
-    return max(16, triton.next_power_of_2(width))
+# Columns
 
 
 @triton.jit
-def load_column(array, L: tl.constexpr, batch, head, start, length, ROWS: tl.constexpr):
-    """A per-row quantity for rows start … start + ROWS, zero past `length`."""
-    rows = start + tl.arange(0, ROWS)
+def column_pointers(array, L: tl.constexpr, batch, head, length, rows):
+    return array + (own_batch(batch, L) * L.heads + head) * length + rows
+
+
+@triton.jit
+def load_column(array, L: tl.constexpr, batch, head, length, rows):
+    """A per-row quantity at `rows`, in their shape, zero past `length`."""
     return tl.load(column_pointers(array, L, batch, head, length, rows), mask=rows < length, other=0.0)
 
 
 @triton.jit
-def load_lse(array, L: tl.constexpr, batch, head, start, length, ROWS: tl.constexpr):
+def load_optional_column(array, L: tl.constexpr, batch, head, length, rows):
+    """The same, or None for an array that is absent."""
+    if array is None:
+        return None
+    else:
+        return load_column(array, L, batch, head, length, rows)
+
+
+@triton.jit
+def load_lse(array, L: tl.constexpr, batch, head, length, rows):
     """Log-sum-exp in base two, +∞ for a row that sees nothing or lies past `length`: P is then 0."""
-    rows = start + tl.arange(0, ROWS)
     lse = tl.load(column_pointers(array, L, batch, head, length, rows), mask=rows < length, other=float("-inf"))
     return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
 
 
 @triton.jit
-def store_column(array, L: tl.constexpr, batch, head, start, length, ROWS: tl.constexpr, values):
-    rows = start + tl.arange(0, ROWS)
+def store_column(array, L: tl.constexpr, batch, head, length, rows, values):
     tl.store(column_pointers(array, L, batch, head, length, rows), values, mask=rows < length)
 
 
+# Dense arrays
+
+
 @triton.jit
-def column_pointers(array, L: tl.constexpr, batch, head, length, rows):
-    return array + (operand_batch(batch, L.batch) * L.heads + head) * length + rows
+def dense_pointers(array, L: tl.constexpr, batch, head, rows, columns, T, S):
+    index = own_batch(batch, L) * L.heads
+    if L.heads > 1:
+        index += head
+    if L.rows:
+        index = index * T + rows
+    if L.columns:
+        index = index * S + columns
+    return array + index
+
+
+@triton.jit
+def load_dense(array, L: tl.constexpr, at, rows, columns):
+    """A tile of a dense array, zero outside it; size one along the axes along which it is broadcast."""
+    batch, head, T, S = at
+    pointers = dense_pointers(array, L, batch, head, rows, columns, T, S)
+    if L.rows and L.columns:
+        return tl.load(pointers, mask=(rows < T) & (columns < S), other=0)
+    elif L.rows:
+        return tl.load(pointers, mask=rows < T, other=0)
+    elif L.columns:
+        return tl.load(pointers, mask=columns < S, other=0)
+    else:
+        return tl.load(pointers)
+
+
+# Scores and probabilities
 
 
 @triton.jit
@@ -115,60 +167,198 @@ def product(left, right, C: tl.constexpr, acc=None):
 
 
 @triton.jit
-def probabilities(scores, lse, rows, columns, keys, C: tl.constexpr, MASKED: tl.constexpr):
-    """P from raw products q·k and the base-two log-sum-exp; exactly 0 where masked, whatever the
-    products hold. Rows (queries) and columns (keys) are positions, shaped to broadcast either way
-    round."""
-    p = tl.exp2(scores * (C.scale * LOG2E) - lse)
+def capped(products, C: tl.constexpr):
+    """What the functions below call `x`: the raw products q·k, or tanh(scale · q·k / cap)."""
+    if C.soft_cap is not None:
+        # tanh, without a branch and without overflow.
+        return 1 - 2 / (tl.exp2(products * (2 * LOG2E * C.scale / C.soft_cap)) + 1)
+    else:
+        return products
+
+
+@triton.jit
+def scores(x, bias, at, rows, columns, C: tl.constexpr):
+    """Scores in base two: of the scaled and capped products, and the bias."""
+    if bias is None:
+        return x * ((C.scale if C.soft_cap is None else C.soft_cap) * LOG2E)
+    else:
+        s = x * (C.scale if C.soft_cap is None else C.soft_cap)
+        b = load_dense(bias, C.layout.bias, at, rows, columns).to(tl.float32)
+        # A finite bias stays finite: finfo.min is common in place of −∞.
+        return tl.where(b == float("-inf"), b, tl.maximum(s + b, LEAST_SCORE) * LOG2E)
+
+
+@triton.jit
+def probabilities(x, lse, bias, hidden, at, rows, columns, C: tl.constexpr, MASKED: tl.constexpr):
+    """P from the base-two log-sum-exp; exactly 0 where masked, whatever the products hold."""
+    p = tl.exp2(scores(x, bias, at, rows, columns, C) - lse)
     if MASKED:
-        p = tl.where(visible(rows, columns, keys, C), p, 0.0)
+        p = tl.where(visible(hidden, at, rows, columns, C), p, 0.0)
     return p
 
 
 @triton.jit
-def visible(rows, columns, keys, C: tl.constexpr):
-    """Whether the query at position `rows` sees the key at position `columns`."""
-    seen = columns < keys
+def through_cap(tile, x, C: tl.constexpr):
+    """A gradient of capped scores as one of scaled products, or a tangent the other way."""
+    if C.soft_cap is not None:
+        return tile * (1 - x * x)
+    else:
+        return tile
+
+
+# Visibility
+
+
+@triton.jit
+def visible(hidden, at, rows, columns, C: tl.constexpr):
+    """Whether the query at `rows` sees the key at `columns`; see `jttt/masks.py`."""
+    key_start, key_end, query_segments, key_segments, mask = hidden
+    batch, head, T, S = at
+    seen = columns < S
     if C.band.left is not None:
         seen = seen & (columns >= rows - C.band.left)
     if C.band.right is not None:
         seen = seen & (columns <= rows + C.band.right)
+    if key_start is not None:
+        seen = seen & (columns >= load_column(key_start, C.layout.key_start, batch, 0, T, rows))
+        seen = seen & (columns < load_column(key_end, C.layout.key_end, batch, 0, T, rows))
+    if query_segments is not None:
+        segment = load_column(query_segments, C.layout.query_segments, batch, 0, T, rows)
+        seen = seen & (segment >= 0)
+        seen = seen & (segment == load_column(key_segments, C.layout.key_segments, batch, 0, S, columns))
+    if mask is not None:
+        seen = seen & (load_dense(mask, C.layout.mask, at, rows, columns) != 0)
     return seen
 
 
 @triton.jit
-def block_bounds(first, last, length, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK: tl.constexpr):
-    """Blocks of the other axis that positions first … last meet: (begin, full_begin, full_end, end).
-
-    Position p meets p - LEFT … p + RIGHT. Blocks outside [begin, end) are hidden from every
-    position, blocks in [full_begin, full_end) are visible to all of them and whole.
-    """
-    begin = first * 0
-    full_begin = begin
-    end = tl.cdiv(length, BLOCK)
-    full_end = length // BLOCK
-    if LEFT is not None:
-        begin = tl.minimum(tl.maximum(first - LEFT, 0) // BLOCK, end)
-        full_begin = tl.cdiv(tl.maximum(last - LEFT, 0), BLOCK)
-    if RIGHT is not None:
-        end = tl.maximum(begin, tl.minimum(end, tl.cdiv(tl.maximum(last + RIGHT + 1, 0), BLOCK)))
-        full_end = tl.minimum(full_end, tl.maximum(first + RIGHT + 1, 0) // BLOCK)
-    full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
-    full_end = tl.maximum(full_end, full_begin)
-    return begin, full_begin, full_end, end
+def walk_keys(block, block_list, block_counts, at, C: tl.constexpr):
+    """The blocks of keys that a block of queries meets, in the order in which to visit them."""
+    batch, head, T, S = at
+    return walk(block, block_list, block_counts, batch, head, T, S, C.band.left, C.band.right, C.blocks.queries,
+                C.blocks.keys, C)
 
 
 @triton.jit
-def block_count(begin, full_begin, full_end, end, MASKED: tl.constexpr):
-    """How many blocks need a mask, or how many need none."""
+def walk_queries(block, block_list, block_counts, at, C: tl.constexpr):
+    """The blocks of queries that a block of keys meets, in the order in which to visit them."""
+    batch, head, T, S = at
+    return walk(block, block_list, block_counts, batch, head, S, T, C.band.right, C.band.left, C.blocks.keys,
+                C.blocks.queries, C)
+
+
+@triton.jit
+def walk(block, block_list, block_counts, batch, head, length, other_length, LEFT: tl.constexpr,
+         RIGHT: tl.constexpr, BLOCK: tl.constexpr, OTHER_BLOCK: tl.constexpr, C: tl.constexpr):
+    """(begin, full_begin, full_end, end, list): blocks in [full_begin, full_end) are visible to all of
+    this block, and whole; the rest of [begin, end) needs a mask; what is outside is hidden.
+
+    Position p meets p - LEFT … p + RIGHT. With a block list (`masks.block_list`) the four are places
+    in this block's part of it.
+    """
+    if block_list is not None:
+        index = own_batch(batch, C.layout.block_list) * C.layout.block_list.heads
+        if C.layout.block_list.heads > 1:
+            index += head
+        index = index * tl.cdiv(length, BLOCK) + block
+        full = tl.load(block_counts + index * 2)
+        mixed = tl.load(block_counts + index * 2 + 1)
+        return 0, 0, full, full + mixed, block_list + index * tl.cdiv(other_length, OTHER_BLOCK)
+    else:
+        first = block * BLOCK
+        last = tl.minimum(first + BLOCK, length) - 1
+        begin = first * 0
+        full_begin = begin
+        end = tl.cdiv(other_length, OTHER_BLOCK)
+        full_end = other_length // OTHER_BLOCK
+        if LEFT is not None:
+            begin = tl.minimum(tl.maximum(first - LEFT, 0) // OTHER_BLOCK, end)
+            full_begin = tl.cdiv(tl.maximum(last - LEFT, 0), OTHER_BLOCK)
+        if RIGHT is not None:
+            end = tl.maximum(begin, tl.minimum(end, tl.cdiv(tl.maximum(last + RIGHT + 1, 0), OTHER_BLOCK)))
+            full_end = tl.minimum(full_end, tl.maximum(first + RIGHT + 1, 0) // OTHER_BLOCK)
+        full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
+        full_end = tl.minimum(tl.maximum(full_end, full_begin), end)
+        return begin, full_begin, full_end, end, None
+
+
+@triton.jit
+def steps(walked, MASKED: tl.constexpr):
+    """How many blocks of a walk need a mask, or how many need none."""
+    begin, full_begin, full_end, end, listed = walked
     return (full_begin - begin) + (end - full_end) if MASKED else full_end - full_begin
 
 
 @triton.jit
-def block_at(i, begin, full_begin, full_end, MASKED: tl.constexpr):
-    """The i-th block that needs a mask (those before the full ones, then those after), or none."""
+def step(walked, i, MASKED: tl.constexpr):
+    """The i-th block of a walk that needs a mask (those before the full ones, then those after), or none."""
+    begin, full_begin, full_end, end, listed = walked
     if MASKED:
         before = full_begin - begin
-        return tl.where(i < before, begin + i, full_end + i - before)
+        place = tl.where(i < before, begin + i, full_end + i - before)
     else:
-        return full_begin + i
+        place = full_begin + i
+    if listed is not None:
+        place = tl.load(listed + place)
+    return place
+
+
+# Gradients of a bias
+
+
+@triton.jit
+def bias_program(T, S, C: tl.constexpr):
+    """This program's place in the bias: (block of rows, block of columns, head, batch)."""
+    L: tl.constexpr = C.layout.bias
+    row_blocks = tl.cdiv(T, C.blocks.queries) if L.rows else 1
+    column_blocks = tl.cdiv(S, C.blocks.keys) if L.columns else 1
+    index = tl.program_id(0)
+    column_block = index % column_blocks
+    index = index // column_blocks
+    row_block = index % row_blocks
+    index = index // row_blocks
+    return row_block, column_block, index % L.heads, index // L.heads
+
+
+@triton.jit
+def bias_shares(T, S, C: tl.constexpr):
+    """How many tiles of scores one tile of the bias was added to."""
+    L: tl.constexpr = C.layout.bias
+    count = C.layout.query.heads // L.heads * C.bias_batch
+    if not L.rows:
+        count = count * tl.cdiv(T, C.blocks.queries)
+    if not L.columns:
+        count = count * tl.cdiv(S, C.blocks.keys)
+    return count
+
+
+@triton.jit
+def bias_share(i, row_block, column_block, head, batch, T, S, C: tl.constexpr):
+    """The i-th of these tiles: (first query, first key, head, batch of the launch)."""
+    L: tl.constexpr = C.layout.bias
+    if not L.rows:
+        row_block = i % tl.cdiv(T, C.blocks.queries)
+        i = i // tl.cdiv(T, C.blocks.queries)
+    if not L.columns:
+        column_block = i % tl.cdiv(S, C.blocks.keys)
+        i = i // tl.cdiv(S, C.blocks.keys)
+    if L.heads == 1:
+        head = i % C.layout.query.heads
+        i = i // C.layout.query.heads
+    return row_block * C.blocks.queries, column_block * C.blocks.keys, head, batch * C.bias_batch + i
+
+
+@triton.jit
+def store_bias(array, L: tl.constexpr, row_block, column_block, head, batch, T, S, tile, C: tl.constexpr):
+    """Writes a tile of a gradient of the bias, summed along the axes along which that is broadcast."""
+    rows = (row_block * C.blocks.queries + tl.arange(0, C.blocks.queries))[:, None]
+    columns = (column_block * C.blocks.keys + tl.arange(0, C.blocks.keys))[None, :]
+    if not L.rows:
+        tile = tl.sum(tile, 0, keep_dims=True)
+        rows = tl.zeros([1, 1], tl.int32)
+    if not L.columns:
+        tile = tl.sum(tile, 1, keep_dims=True)
+        columns = tl.zeros([1, 1], tl.int32)
+    inside = (rows < T) & (columns < S)
+    pointers = dense_pointers(array, L, batch, head, rows, columns, T, S)
+    tl.store(pointers + tl.zeros(tile.shape, tl.int32), tile.to(array.dtype.element_ty), mask=inside)
