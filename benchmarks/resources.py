@@ -34,7 +34,10 @@ from jttt.spec import AttentionSpec, Band
 SHARED_MEMORY = {80: 101_376, 90: 232_448}
 
 _DTYPES = {2: jnp.bfloat16, 4: jnp.float32}
-_TRITON_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
+_TRITON_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "bool": "i1"}
+
+ROWS = ("query", "key", "value", "output", "d_output", "t_query", "t_key", "t_value")
+COLUMNS = ("lse", "delta", "t_lse", "row_term")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,25 +58,36 @@ class Resources:
         return self.shared <= SHARED_MEMORY[self.capability]
 
 
-def launches_of(kernel: str, width: int, dtype: Any, capability: int, causal: bool = True, *, batch: int = 1,
-                heads: int = 4, kv_heads: int | None = None, length: int = 512,
-                cut: Blocks | None = None) -> launch.Launch:
-    """The launch of one kernel at a head width, with every optional operand and output; with the
-    table's blocks unless others are given."""
+def launch_of(kernel: str, width: int, dtype: Any, capability: int, *, causal: bool = True, every: bool = False,
+              batch: int = 1, heads: int = 4, length: int = 512, cut: Blocks | None = None) -> launch.Launch:
+    """The launch of one kernel at a head width, with the whole direction and every output.
+
+    With `every`, also with all that can be given at once: bias, sinks, soft cap, a window and each
+    kind of mask. Blocks are the table's unless others are given.
+    """
     name = next(name for name, entries in launch.KERNELS.items()
                 if any(entry[0].__name__ == kernel for entry in entries))
-    T, S, N, K = length, length, heads, kv_heads or heads
-    kinds = {"query": (T, N, width), "key": (S, K, width), "value": (S, K, width), "output": (T, N, width)}
-    operands = {"query": None, "key": None, "value": None, "output": None, "lse": None, "d_output": None,
-                "delta": None, "t_lse": None, "row_term": None, "t_query": None, "t_key": None, "t_value": None}
-    for array in operands:
-        kind = array.split("_")[-1]
-        operands[array] = (jax.ShapeDtypeStruct((batch, *kinds[kind]), dtype) if kind in kinds
-                           else jax.ShapeDtypeStruct((batch, N, T), jnp.float32))
-    spec = AttentionSpec(scale=width**-0.5, band=Band(right=0) if causal else Band())
+    T, S, N = length, length, heads
+    shapes = {array: (batch, length, heads, width) for array in ROWS} | {array: (batch, N, T) for array in COLUMNS}
+    dtypes = dict.fromkeys(ROWS, dtype) | dict.fromkeys(COLUMNS, jnp.float32)
+    if every or "bias" in kernel:
+        shapes |= dict.fromkeys(("bias", "t_bias"), (1, 1, T, S))
+        dtypes |= dict.fromkeys(("bias", "t_bias"), jnp.float32)
+    if every:
+        shapes |= {"sinks": (1, N), "t_sinks": (1, N), "mask": (1, 1, T, S), "mask_summary": (1, 1, T // 16, S // 16)}
+        shapes |= dict.fromkeys(("key_start", "key_end", "query_segments"), (1, T)) | {"key_segments": (1, S)}
+        dtypes |= {"sinks": jnp.float32, "t_sinks": jnp.float32, "mask": jnp.bool_, "mask_summary": jnp.int8}
+        dtypes |= dict.fromkeys(("key_start", "key_end", "query_segments", "key_segments"), jnp.int32)
+    spec = AttentionSpec(scale=width**-0.5, band=Band(256 if every else None, 0 if causal else None),
+                         soft_cap=30.0 if every else None)
     wanted = [output for entry in launch.KERNELS[name] if entry[0].__name__ == kernel for output in entry[2]]
-    (planned,) = launch.launches(name, spec, operands, wanted, (batch,), capability, cut)
-    return planned
+    planned = []
+
+    def plan(operands):
+        planned.extend(launch.launches(name, spec, operands, wanted, (batch,), capability, cut))
+
+    jax.eval_shape(plan, {array: jax.ShapeDtypeStruct(shapes[array], dtypes[array]) for array in shapes})
+    return planned[0]
 
 
 def compile_resources(planned: launch.Launch) -> tuple[int, int, int]:
@@ -98,7 +112,7 @@ def compile_resources(planned: launch.Launch) -> tuple[int, int, int]:
 def measure(kernel: str, width: int, itemsize: int, capability: int) -> Resources:
     """Compiles one row of the table."""
     dtype = _DTYPES[itemsize]
-    planned = launches_of(kernel, width, dtype, capability)
+    planned = launch_of(kernel, width, dtype, capability)
     return Resources(kernel, capability, width, jnp.dtype(dtype).name, planned.config.blocks,
                      *compile_resources(planned))
 

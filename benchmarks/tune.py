@@ -52,8 +52,8 @@ class Problem:
     def launch(self, cut: Blocks) -> launch.Launch:
         from benchmarks import resources
 
-        return resources.launches_of(self.kernel, self.width, jnp.dtype(self.dtype), self.capability, self.causal,
-                                     batch=self.batch, heads=self.heads, length=self.length, cut=cut)
+        return resources.launch_of(self.kernel, self.width, jnp.dtype(self.dtype), self.capability,
+                                   causal=self.causal, batch=self.batch, heads=self.heads, length=self.length, cut=cut)
 
 
 def candidates(problem: Problem) -> list[Blocks]:
@@ -82,7 +82,8 @@ def compile_candidate(problem: Problem, cut: Blocks) -> tuple[Blocks, int, int, 
         return cut, 0, 0, 0, None
     if shared > resources.SHARED_MEMORY[90]:
         return cut, registers, spilled, shared, None
-    shapes = {name: x for name, x in planned.arguments.items() if hasattr(x, "dtype")}
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in planned.arguments.items()
+              if hasattr(x, "dtype")}
     rest = {name: x for name, x in planned.arguments.items() if name not in shapes}
 
     def program(*arrays):

@@ -2,6 +2,9 @@
 
 import os
 
+# Tuning XLA's own products takes most of a minute for each program that a kernel is compared with.
+os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+
 import hypothesis
 import jax
 import pytest

@@ -19,7 +19,8 @@ from tests import jaxprs, plain
 from tests.plain import Problem
 
 FLOAT32_TOLERANCE = 2e-6
-FLOAT16_ULP = float(np.finfo(np.float16).eps)
+# What rounding to float16 costs a result that is exact.
+FLOAT16_ROUNDING = float(np.finfo(np.float16).eps) / 2
 
 KERNELS = {"forward_kernel", "d_query_kernel", "d_key_value_kernel", "tangent_kernel", "g_query_kernel",
            "g_key_value_kernel"}
@@ -69,7 +70,7 @@ PROBLEMS = [
 
 @functools.cache
 def drawn(problem):
-    """Arrays in float16, so that float32 can have the same values, and what float64 makes of them."""
+    """Arrays in float16, whose values float32 can have too, and what float64 makes of them."""
     arrays, directions = problem.draw(np.float16)
     return arrays, directions, plain.exact_orders(plain_joined(problem), arrays, directions)
 
@@ -87,7 +88,7 @@ def test_float16_is_as_accurate_as_plain_float16(problem):
     mine = orders(problem, arrays, directions)
     theirs = plain.orders(plain_joined(problem), arrays, directions)
     errors = {name: (plain.error(mine[name], exact[name]), plain.error(theirs[name], exact[name])) for name in exact}
-    assert all(mine <= 1.5 * theirs + FLOAT16_ULP for mine, theirs in errors.values()), errors
+    assert all(mine <= 1.5 * theirs + FLOAT16_ROUNDING for mine, theirs in errors.values()), errors
 
 
 @pytest.mark.oldest
@@ -101,9 +102,10 @@ def test_several_blocks(problem, cut):
     check_blocks(problem, cut)
 
 
-@settings(max_examples=8)
+@pytest.mark.slow
+@settings(max_examples=6)
 @given(
-    shape=st.tuples(*[st.integers(1, 70)] * 2), kv_heads=st.integers(1, 2), group=st.integers(1, 2),
+    shape=st.tuples(*[st.integers(1, 60)] * 2), kv_heads=st.integers(1, 2), group=st.integers(1, 2),
     widths=st.tuples(*[st.integers(1, 33)] * 2), batch=st.none() | st.integers(1, 2), is_causal=st.booleans(),
     cut=st.tuples(*[st.sampled_from([16, 32])] * 2),
 )
@@ -112,11 +114,11 @@ def test_several_blocks_of_any_shape(shape, kv_heads, group, widths, batch, is_c
 
 
 def check_blocks(problem, cut):
-    arrays, directions = problem.draw(np.float32)
+    arrays, directions, exact = drawn(problem)
     with blocks_of(*cut) as taken:
-        mine = orders(problem, arrays, directions)
+        mine = orders(problem, [x.astype(np.float32) for x in arrays], directions)
     assert taken == KERNELS
-    plain.assert_close(mine, plain.exact_orders(plain_joined(problem), arrays, directions), FLOAT32_TOLERANCE)
+    plain.assert_close(mine, exact, FLOAT32_TOLERANCE)
 
 
 @pytest.mark.oldest
@@ -131,6 +133,7 @@ def test_two_runs_are_bitwise_equal():
 # Work that is not done.
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
 @pytest.mark.parametrize("side", ["queries", "keys"])
 def test_blocks_that_a_causal_mask_hides_are_never_visited(side):
     """NaN in them would reach the results, for 0 · NaN is NaN."""

@@ -56,7 +56,8 @@ def d_key_value_kernel(query, key, value, bias, key_start, key_end, query_segmen
     if d_value is not None:
         dv = tl.zeros([BLOCK_S, tiles.padded(C.layout.value.width)], tl.float32)
 
-    for head in range(kv_head * C.group, (kv_head + 1) * C.group):
+    for member in range(C.group):
+        head = kv_head * C.group + member
         at = (batch, head, T, S)
         walk = tiles.walk_queries(block, block_list, block_counts, at, C)
         for MASKED in tl.static_range(2):

@@ -84,11 +84,7 @@ def tangent_kernel(query, key, value, bias, sinks, key_start, key_end, query_seg
     tq = tiles.load_rows(t_query, C.layout.t_query, batch, head, t0, T, BLOCK_T, True)
     log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows)
     acc = tl.zeros([BLOCK_T, tiles.padded(C.layout.value.width)], tl.float32)
-    mean = tl.zeros([BLOCK_T, 1], tl.float32)
-    if t_sinks is not None:
-        sink = tiles.load_column(sinks, C.layout.sinks, batch, head, 1, 0).to(tl.float32)
-        t_sink = tiles.load_column(t_sinks, C.layout.t_sinks, batch, head, 1, 0).to(tl.float32)
-        mean += t_sink * tl.exp2(sink * tiles.LOG2E - log_sum)
+    total = tl.zeros([BLOCK_T], tl.float32)
 
     walk = tiles.walk_keys(block, block_list, block_counts, at, C)
     for MASKED in tl.static_range(2):
@@ -99,16 +95,21 @@ def tangent_kernel(query, key, value, bias, sinks, key_start, key_end, query_seg
             tk = tiles.load_rows(t_key, C.layout.t_key, batch, kv_head, s0, S, BLOCK_S, MASKED)
             x = tiles.capped(tiles.product(q, tl.trans(k), C), C)
             p = tiles.probabilities(x, log_sum, bias, hidden, at, rows, columns, C, MASKED)
+            if t_value is not None:
+                tv = tiles.load_rows(t_value, C.layout.t_value, batch, kv_head, s0, S, BLOCK_S, MASKED)
+                acc = tiles.product(p, tv, C, acc)
             z = product_tangent(q, k, tq, tk, C)
             if z is not None or t_bias is not None:
                 v = tiles.load_rows(value, C.layout.value, batch, kv_head, s0, S, BLOCK_S, MASKED)
                 pa = p * score_tangent(x, z, t_bias, at, rows, columns, C)
-                mean += tl.sum(pa, 1, keep_dims=True)
+                total += tl.sum(pa, 1)
                 acc = tiles.product(pa, v, C, acc)
-            if t_value is not None:
-                tv = tiles.load_rows(t_value, C.layout.t_value, batch, kv_head, s0, S, BLOCK_S, MASKED)
-                acc = tiles.product(p, tv, C, acc)
 
+    mean = total[:, None]
+    if t_sinks is not None:
+        sink = tiles.load_column(sinks, C.layout.sinks, batch, head, 1, 0).to(tl.float32)
+        t_sink = tiles.load_column(t_sinks, C.layout.t_sinks, batch, head, 1, 0).to(tl.float32)
+        mean += t_sink * tl.exp2(sink * tiles.LOG2E - log_sum)
     o = tiles.load_rows(output, C.layout.output, batch, head, t0, T, BLOCK_T, True)
     do = tiles.load_rows(d_output, C.layout.d_output, batch, head, t0, T, BLOCK_T, True)
     row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
@@ -183,7 +184,8 @@ def g_key_value_kernel(query, key, value, bias, key_start, key_end, query_segmen
     if g_value is not None:
         gv = tl.zeros([BLOCK_S, tiles.padded(C.layout.value.width)], tl.float32)
 
-    for head in range(kv_head * C.group, (kv_head + 1) * C.group):
+    for member in range(C.group):
+        head = kv_head * C.group + member
         at = (batch, head, T, S)
         walk = tiles.walk_queries(block, block_list, block_counts, at, C)
         for MASKED in tl.static_range(2):
