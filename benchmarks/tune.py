@@ -28,7 +28,7 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks import harness
-from jttt.kernels import blocks, launch
+from jttt.kernels import launch
 from jttt.kernels.config import Blocks
 
 # Products of T·S·width operations that each kernel makes.
@@ -144,8 +144,8 @@ def main() -> None:
         jobs = {problem: [pool.submit(compile_candidate, problem, cut) for cut in candidates(problem)]
                 for problem in problems}
         for problem in problems:
-            rows += tune(problem, [job.result() for job in tqdm(jobs[problem], desc=f"{problem.kernel} {problem.width}")],
-                         arguments.spill, arguments.keep)
+            progress = tqdm(jobs[problem], desc=f"{problem.kernel} {problem.width}")
+            rows += tune(problem, [job.result() for job in progress], arguments.spill, arguments.keep)
     if arguments.out:
         device = jax.devices("cuda")[0]
         report = harness.describe_run("benchmarks.tune", sys.argv[1:], device)
@@ -167,9 +167,9 @@ def tune(problem: Problem, compiled: list[Any], spill: int, keep: int) -> list[d
         rows.append(row)
     timed = sorted((x for x in rows if x["milliseconds"]), key=lambda x: x["milliseconds"])
     for x in timed[:keep]:
-        print(f"{x['kernel']:20} {x['width']:4} {x['queries']:4}×{x['keys']:<4} warps {x['warps']} stages {x['stages']} "
-              f"{x['milliseconds']:8.3f} ms {x['tflops']:6.0f} TFLOP/s  {x['registers']} registers, "
-              f"{x['spilled']} spilled, {x['shared']} shared", flush=True)
+        print(f"{x['kernel']:20} {x['width']:4} {x['queries']:4}×{x['keys']:<4} warps {x['warps']} "
+              f"stages {x['stages']} {x['milliseconds']:8.3f} ms {x['tflops']:6.0f} TFLOP/s  "
+              f"{x['registers']} registers, {x['spilled']} spilled, {x['shared']} shared", flush=True)
     return rows
 
 

@@ -238,7 +238,8 @@ def _dense(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array | None:
     if name == "bias" and not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"bias has dtype {x.dtype.name}: expected a floating dtype")
     full = (1,) * (len(shape) - x.ndim) + x.shape
-    if len(full) != len(shape) or any(size not in (1, expected) for size, expected in zip(full, shape)):
+    if len(full) != len(shape) or any(
+            size not in (1, expected) for size, expected in zip(full, shape, strict=True)):
         raise ValueError(f"{name} has shape {list(x.shape)}: expected it to broadcast to [B, N, T, S] = {list(shape)}")
     return x.reshape(full)
 
@@ -255,7 +256,8 @@ def _integers(name: str, x: Any, shape: tuple[int, ...], has_batch: bool, broadc
     least = 0 if broadcast else len(shape) - (not has_batch)
     full = (1,) * (len(shape) - x.ndim) + x.shape
     sizes = [(1, expected) if broadcast else (expected,) for expected in shape]
-    if not least <= x.ndim <= len(shape) or any(size not in allowed for size, allowed in zip(full, sizes)):
+    if not least <= x.ndim <= len(shape) or any(
+            size not in allowed for size, allowed in zip(full, sizes, strict=True)):
         how = "it to broadcast to " if broadcast else ""
         axes = "[B]" if len(shape) == 1 else "[B, length]"
         raise ValueError(f"{name} has shape {list(x.shape)}: expected {how}{axes} = {list(shape)}")
@@ -278,7 +280,8 @@ def _checked_window(window: Any) -> tuple[int, int]:
     except TypeError:
         left = right = -1
     if left < 0 or right < 0:
-        raise ValueError(f"local_window_size was {window!r}: expected an int of at least 0 or a pair (left, right) of them")
+        raise ValueError(f"local_window_size was {window!r}: expected an int of at least 0, or a pair "
+                         "(left, right) of them")
     return left, right
 
 

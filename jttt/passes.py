@@ -21,6 +21,7 @@ from jax.interpreters import batching, mlir, xla
 from jttt import reference
 from jttt.spec import AttentionSpec
 
+
 def run(name: str, spec: AttentionSpec, operands: dict[str, jax.Array | None], wanted: Sequence[str]
         ) -> dict[str, jax.Array]:
     """Runs pass `name` on named operands and returns the wanted ones of its outputs, by name.

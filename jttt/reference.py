@@ -30,7 +30,6 @@ and one; `DESIGN.md` derives order two.
 
 from __future__ import annotations
 
-
 import jax
 import jax.numpy as jnp
 
@@ -145,10 +144,16 @@ def forward(spec: AttentionSpec, *, query, key, value, bias=None, sinks=None, **
 
 def delta(output: jax.Array, d_output: jax.Array, d_lse: jax.Array | None) -> jax.Array:
     """D' = rowsum(dO ∘ O) − dlse, `[..., N, T]`: what the softmax takes off every dP of a row."""
-    accumulator = jnp.promote_types(output.dtype, jnp.float32)
-    column = jnp.sum(d_output.astype(accumulator) * output.astype(accumulator), axis=-1)
-    column = jnp.swapaxes(column, -1, -2)
+    column = jnp.swapaxes(jnp.sum(_widened(d_output) * _widened(output), axis=-1), -1, -2)
     return column if d_lse is None else column - d_lse
+
+
+def _widened(x: jax.Array) -> jax.Array:
+    """x in the accumulator's dtype, of the very values it has in its own: XLA may otherwise skip the
+    rounding that made it, and D' would not fit the dP that kernels make of the rounded numbers."""
+    kind = jnp.finfo(x.dtype)
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return jax.lax.reduce_precision(wide, kind.nexp, kind.nmant)
 
 
 def sink_probabilities(sinks: jax.Array, lse: jax.Array) -> jax.Array:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from jttt.kernels.config import Blocks
 
 # {capability: {(kernel, widest head in registers, bytes of a number): Blocks}}. A GPU takes the
@@ -38,24 +40,24 @@ TABLE: dict[int, dict[tuple[str, int, int], Blocks]] = {
         ("d_bias_kernel", 64, 4): Blocks(32, 32, 8, 1, spilled=112),
         ("tangent_kernel", 64, 4): Blocks(32, 32, 4, 2, spilled=60),
         ("g_query_kernel", 64, 4): Blocks(32, 32, 8, 1, spilled=8),
-        ("g_key_value_kernel", 64, 4): Blocks(16, 16, 8, 1, spilled=99999),
-        ("g_bias_kernel", 64, 4): Blocks(16, 16, 8, 1, spilled=99999),
+        ("g_key_value_kernel", 64, 4): Blocks(16, 16, 4, 1),
+        ("g_bias_kernel", 64, 4): Blocks(16, 16, 4, 1, spilled=172),
         ("forward_kernel", 128, 4): Blocks(32, 16, 8, 1),
         ("d_query_kernel", 128, 4): Blocks(32, 16, 8, 1),
         ("d_key_value_kernel", 128, 4): Blocks(16, 32, 8, 1, spilled=128),
         ("d_bias_kernel", 128, 4): Blocks(16, 16, 8, 1, spilled=584),
         ("tangent_kernel", 128, 4): Blocks(16, 16, 8, 1, spilled=320),
         ("g_query_kernel", 128, 4): Blocks(16, 16, 8, 1, spilled=768),
-        ("g_key_value_kernel", 128, 4): Blocks(16, 16, 8, 1, spilled=99999),
-        ("g_bias_kernel", 128, 4): Blocks(16, 16, 8, 1, spilled=99999),
+        ("g_key_value_kernel", 128, 4): Blocks(16, 16, 8, 1, spilled=796),
+        ("g_bias_kernel", 128, 4): Blocks(16, 16, 8, 1, spilled=11304),
         ("forward_kernel", 256, 4): Blocks(16, 16, 8, 1, spilled=24),
         ("d_query_kernel", 256, 4): Blocks(16, 16, 8, 1, spilled=260),
         ("d_key_value_kernel", 256, 4): Blocks(16, 16, 8, 1, spilled=336),
         ("d_bias_kernel", 256, 4): Blocks(16, 16, 8, 1, spilled=8748),
         ("tangent_kernel", 256, 4): Blocks(16, 16, 8, 1, spilled=14652),
         ("g_query_kernel", 256, 4): Blocks(16, 16, 8, 1, spilled=99999),
-        ("g_key_value_kernel", 256, 4): Blocks(16, 16, 8, 1, spilled=99999),
-        ("g_bias_kernel", 256, 4): Blocks(16, 16, 8, 1, spilled=99999),
+        ("g_key_value_kernel", 256, 4): Blocks(16, 16, 8, 1, spilled=25524),
+        ("g_bias_kernel", 256, 4): Blocks(16, 16, 8, 1, spilled=22368),
     },
     90: {
         ("forward_kernel", 64, 2): Blocks(64, 64, 4, 3),
@@ -110,8 +112,17 @@ TABLE: dict[int, dict[tuple[str, int, int], Blocks]] = {
 }
 
 
-def choose(kernel: str, width: int, itemsize: int, capability: int) -> Blocks:
-    """Blocks of `kernel` for heads of up to `width` numbers of `itemsize` bytes."""
-    table = TABLE[max((known for known in TABLE if known <= capability), default=min(TABLE))]
+def choose(kernel: str, width: int, itemsize: int, capability: int, dense: bool = False) -> Blocks:
+    """Blocks of `kernel` for heads of up to `width` numbers of `itemsize` bytes.
+
+    With dense arrays (mask, bias) to stream as well, tiles of 64 keys and one stage less, so that
+    these find room.
+    """
+    # 12.x has no more shared memory than 8.6, and none of the matrix instructions of 9.0.
+    known = [table for table in TABLE if table <= (80 if capability >= 120 else capability)]
+    table = TABLE[max(known, default=min(TABLE))]
     fitting = [row for row in table if row[0] == kernel and row[1] >= width and row[2] == itemsize]
-    return table[min(fitting, key=lambda row: row[1])]
+    cut = table[min(fitting, key=lambda row: row[1])]
+    if dense:
+        cut = dataclasses.replace(cut, keys=min(cut.keys, 64), stages=max(cut.stages - 1, 1))
+    return cut

@@ -76,7 +76,6 @@ def tangent_kernel(query, key, value, bias, sinks, key_start, key_end, query_seg
     BLOCK_S: tl.constexpr = C.blocks.keys
     block, head, batch = tiles.program(tl.cdiv(T, BLOCK_T), C.layout.query.heads, C.band.right is not None)
     kv_head = head // C.group
-    at = (batch, head, T, S)
     hidden = (key_start, key_end, query_segments, key_segments, mask)
     t0 = block * BLOCK_T
     rows = (t0 + tl.arange(0, BLOCK_T))[:, None]
@@ -86,10 +85,11 @@ def tangent_kernel(query, key, value, bias, sinks, key_start, key_end, query_seg
     acc = tl.zeros([BLOCK_T, tiles.padded(C.layout.value.width)], tl.float32)
     total = tl.zeros([BLOCK_T], tl.float32)
 
-    walk = tiles.walk_keys(block, block_list, block_counts, at, C)
+    walk = tiles.walk_keys(block, block_list, block_counts, batch, head, T, S, C)
     for MASKED in tl.static_range(2):
         for i in range(tiles.steps(walk, MASKED)):
             s0 = tiles.step(walk, i, MASKED) * BLOCK_S
+            at = (batch, head, T, S, t0, s0)
             columns = (s0 + tl.arange(0, BLOCK_S))[None, :]
             k = tiles.load_rows(key, C.layout.key, batch, kv_head, s0, S, BLOCK_S, MASKED)
             tk = tiles.load_rows(t_key, C.layout.t_key, batch, kv_head, s0, S, BLOCK_S, MASKED)
@@ -129,7 +129,6 @@ def g_query_kernel(query, key, value, bias, key_start, key_end, query_segments, 
     BLOCK_S: tl.constexpr = C.blocks.keys
     block, head, batch = tiles.program(tl.cdiv(T, BLOCK_T), C.layout.query.heads, C.band.right is not None)
     kv_head = head // C.group
-    at = (batch, head, T, S)
     hidden = (key_start, key_end, query_segments, key_segments, mask)
     t0 = block * BLOCK_T
     rows = (t0 + tl.arange(0, BLOCK_T))[:, None]
@@ -142,10 +141,11 @@ def g_query_kernel(query, key, value, bias, key_start, key_end, query_segments, 
     w = tiles.load_column(row_term, C.layout.row_term, batch, head, T, rows)
     gq = tl.zeros([BLOCK_T, tiles.padded(C.layout.query.width)], tl.float32)
 
-    walk = tiles.walk_keys(block, block_list, block_counts, at, C)
+    walk = tiles.walk_keys(block, block_list, block_counts, batch, head, T, S, C)
     for MASKED in tl.static_range(2):
         for i in range(tiles.steps(walk, MASKED)):
             s0 = tiles.step(walk, i, MASKED) * BLOCK_S
+            at = (batch, head, T, S, t0, s0)
             columns = (s0 + tl.arange(0, BLOCK_S))[None, :]
             k = tiles.load_rows(key, C.layout.key, batch, kv_head, s0, S, BLOCK_S, MASKED)
             v = tiles.load_rows(value, C.layout.value, batch, kv_head, s0, S, BLOCK_S, MASKED)
@@ -186,11 +186,11 @@ def g_key_value_kernel(query, key, value, bias, key_start, key_end, query_segmen
 
     for member in range(C.group):
         head = kv_head * C.group + member
-        at = (batch, head, T, S)
-        walk = tiles.walk_queries(block, block_list, block_counts, at, C)
+        walk = tiles.walk_queries(block, block_list, block_counts, batch, head, T, S, C)
         for MASKED in tl.static_range(2):
             for i in range(tiles.steps(walk, MASKED)):
                 t0 = tiles.step(walk, i, MASKED) * BLOCK_T
+                at = (batch, head, T, S, t0, s0)
                 rows = (t0 + tl.arange(0, BLOCK_T))[None, :]
                 q = tiles.load_rows(query, C.layout.query, batch, head, t0, T, BLOCK_T, MASKED)
                 do = tiles.load_rows(d_output, C.layout.d_output, batch, head, t0, T, BLOCK_T, MASKED)
@@ -232,8 +232,8 @@ def g_bias_kernel(query, key, value, bias, key_start, key_end, query_segments, k
     for i in range(tiles.bias_shares(T, S, C)):
         t0, s0, head, batch = tiles.bias_share(i, row_block, column_block, bias_head, bias_batch, T, S, C)
         kv_head = head // C.group
-        at = (batch, head, T, S)
         rows = (t0 + tl.arange(0, BLOCK_T))[:, None]
+        at = (batch, head, T, S, t0, s0)
         columns = (s0 + tl.arange(0, BLOCK_S))[None, :]
         q = tiles.load_rows(query, C.layout.query, batch, head, t0, T, BLOCK_T, True)
         do = tiles.load_rows(d_output, C.layout.d_output, batch, head, t0, T, BLOCK_T, True)

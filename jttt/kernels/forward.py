@@ -13,7 +13,6 @@ def forward_kernel(query, key, value, bias, sinks, key_start, key_end, query_seg
     BLOCK_S: tl.constexpr = C.blocks.keys
     block, head, batch = tiles.program(tl.cdiv(T, BLOCK_T), C.layout.query.heads, C.band.right is not None)
     kv_head = head // C.group
-    at = (batch, head, T, S)
     hidden = (key_start, key_end, query_segments, key_segments, mask)
     t0 = block * BLOCK_T
     rows = (t0 + tl.arange(0, BLOCK_T))[:, None]
@@ -26,10 +25,11 @@ def forward_kernel(query, key, value, bias, sinks, key_start, key_end, query_seg
         peak = tl.maximum(peak, sink)
         total = tl.where(peak == float("-inf"), 0.0, 1.0)
 
-    walk = tiles.walk_keys(block, block_list, block_counts, at, C)
+    walk = tiles.walk_keys(block, block_list, block_counts, batch, head, T, S, C)
     for MASKED in tl.static_range(2):
         for i in range(tiles.steps(walk, MASKED)):
             s0 = tiles.step(walk, i, MASKED) * BLOCK_S
+            at = (batch, head, T, S, t0, s0)
             columns = (s0 + tl.arange(0, BLOCK_S))[None, :]
             k = tiles.load_rows(key, C.layout.key, batch, kv_head, s0, S, BLOCK_S, MASKED)
             v = tiles.load_rows(value, C.layout.value, batch, kv_head, s0, S, BLOCK_S, MASKED)

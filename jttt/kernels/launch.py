@@ -20,13 +20,13 @@ import numpy as np
 # Triton 3.9 warns where this is unset; fused multiply-adds are what these kernels are written for.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
-import jax_triton  # noqa: E402
-import triton  # noqa: E402
+import jax_triton
+import triton
 
-from jttt import masks  # noqa: E402
-from jttt.kernels import backward, blocks, double_backward, forward  # noqa: E402
-from jttt.kernels.config import ArrayLayouts, Blocks, KernelConfig, Layout  # noqa: E402
-from jttt.spec import AttentionSpec  # noqa: E402
+from jttt import masks
+from jttt.kernels import backward, blocks, double_backward, forward
+from jttt.kernels.config import ArrayLayouts, Blocks, KernelConfig, Layout
+from jttt.spec import AttentionSpec
 
 # {pass: [(kernel, what one program has a block of, its outputs)]}
 KERNELS: dict[str, list[tuple[Any, str, tuple[str, ...]]]] = {
@@ -89,7 +89,7 @@ def launches(name: str, spec: AttentionSpec, operands: dict[str, Any], wanted: S
 
     Operands need only a shape and a dtype, unless blocks are hidden at run time.
     """
-    query, key, value, bias = (operands.get(array) for array in ("query", "key", "value", "bias"))
+    query, value, bias = operands["query"], operands["value"], operands.get("bias")
     (T, N, H), (S, K, E) = query.shape[-3:], value.shape[-3:]
     rows = {"query": (T, N, H), "key": (S, K, H), "value": (S, K, E), "output": (T, N, E)}
     hidden = {array: operands.get(array) for array in masks.OPERANDS}
@@ -106,7 +106,8 @@ def launches(name: str, spec: AttentionSpec, operands: dict[str, Any], wanted: S
                 made[array] = jax.ShapeDtypeStruct((*batch, N, T), np.float32)
         if not made:
             continue
-        blocks_ = cut or blocks.choose(kernel.__name__, max(H, E), query.dtype.itemsize, capability)
+        dense = axis != "bias" and (bias is not None or hidden["mask"] is not None)
+        blocks_ = cut or blocks.choose(kernel.__name__, max(H, E), query.dtype.itemsize, capability, dense)
         arrays = {array: operands.get(array) for array in kernel.arg_names if array not in (*made, "T", "S", "C")}
         if axis != "bias" and any(x is not None for x in hidden.values()):
             status = masks.tile_status(spec.band, hidden, T, S, blocks_.queries, blocks_.keys)

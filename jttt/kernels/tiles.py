@@ -10,8 +10,8 @@ arguments, so one compiled kernel serves every T and S. Rows are positions of qu
 positions of keys, shaped `[rows, 1]` and `[1, columns]`, or the other way round in a transposed
 tile: what works on both only broadcasts.
 
-Three tuples travel together: `at` is (batch, query head, T, S); `hidden` the arrays that say what
-is visible, as `masks.OPERANDS` without the summary; `walk` makes the third.
+Two tuples travel together: `at` says where a tile is, (batch, query head, T, S, first row, first
+column); `hidden` holds the arrays that say what is visible, `masks.OPERANDS` without the summary.
 """
 
 import triton
@@ -131,22 +131,26 @@ def store_column(array, L: tl.constexpr, batch, head, length, rows, values):
 
 
 @triton.jit
-def dense_pointers(array, L: tl.constexpr, batch, head, rows, columns, T, S):
-    index = own_batch(batch, L) * L.heads
+def dense_pointers(array, L: tl.constexpr, batch, head, t0, s0, rows, columns, T, S):
+    # As in row_pointers, 64 bits once for the tile that begins at (t0, s0).
+    first = own_batch(batch, L) * L.heads
+    offset = rows * 0
     if L.heads > 1:
-        index += head
+        first += head
     if L.rows:
-        index = index * T + rows
+        first = first * T + t0
+        offset = rows - t0
     if L.columns:
-        index = index * S + columns
-    return array + index
+        first = first * S + s0
+        offset = (offset * S if L.rows else 0) + (columns - s0)
+    return array + first + offset
 
 
 @triton.jit
 def load_dense(array, L: tl.constexpr, at, rows, columns):
     """A tile of a dense array, zero outside it; size one along the axes along which it is broadcast."""
-    batch, head, T, S = at
-    pointers = dense_pointers(array, L, batch, head, rows, columns, T, S)
+    batch, head, T, S, t0, s0 = at
+    pointers = dense_pointers(array, L, batch, head, t0, s0, rows, columns, T, S)
     if L.rows and L.columns:
         return tl.load(pointers, mask=(rows < T) & (columns < S), other=0)
     elif L.rows:
@@ -213,7 +217,7 @@ def through_cap(tile, x, C: tl.constexpr):
 def visible(hidden, at, rows, columns, C: tl.constexpr):
     """Whether the query at `rows` sees the key at `columns`; see `jttt/masks.py`."""
     key_start, key_end, query_segments, key_segments, mask = hidden
-    batch, head, T, S = at
+    batch, head, T, S, t0, s0 = at
     seen = columns < S
     if C.band.left is not None:
         seen = seen & (columns >= rows - C.band.left)
@@ -232,17 +236,15 @@ def visible(hidden, at, rows, columns, C: tl.constexpr):
 
 
 @triton.jit
-def walk_keys(block, block_list, block_counts, at, C: tl.constexpr):
+def walk_keys(block, block_list, block_counts, batch, head, T, S, C: tl.constexpr):
     """The blocks of keys that a block of queries meets, in the order in which to visit them."""
-    batch, head, T, S = at
     return walk(block, block_list, block_counts, batch, head, T, S, C.band.left, C.band.right, C.blocks.queries,
                 C.blocks.keys, C)
 
 
 @triton.jit
-def walk_queries(block, block_list, block_counts, at, C: tl.constexpr):
+def walk_queries(block, block_list, block_counts, batch, head, T, S, C: tl.constexpr):
     """The blocks of queries that a block of keys meets, in the order in which to visit them."""
-    batch, head, T, S = at
     return walk(block, block_list, block_counts, batch, head, S, T, C.band.right, C.band.left, C.blocks.keys,
                 C.blocks.queries, C)
 
@@ -351,14 +353,16 @@ def bias_share(i, row_block, column_block, head, batch, T, S, C: tl.constexpr):
 @triton.jit
 def store_bias(array, L: tl.constexpr, row_block, column_block, head, batch, T, S, tile, C: tl.constexpr):
     """Writes a tile of a gradient of the bias, summed along the axes along which that is broadcast."""
-    rows = (row_block * C.blocks.queries + tl.arange(0, C.blocks.queries))[:, None]
-    columns = (column_block * C.blocks.keys + tl.arange(0, C.blocks.keys))[None, :]
+    t0 = row_block * C.blocks.queries
+    s0 = column_block * C.blocks.keys
+    rows = (t0 + tl.arange(0, C.blocks.queries))[:, None]
+    columns = (s0 + tl.arange(0, C.blocks.keys))[None, :]
     if not L.rows:
         tile = tl.sum(tile, 0, keep_dims=True)
         rows = tl.zeros([1, 1], tl.int32)
     if not L.columns:
         tile = tl.sum(tile, 1, keep_dims=True)
         columns = tl.zeros([1, 1], tl.int32)
-    inside = (rows < T) & (columns < S)
-    pointers = dense_pointers(array, L, batch, head, rows, columns, T, S)
-    tl.store(pointers + tl.zeros(tile.shape, tl.int32), tile.to(array.dtype.element_ty), mask=inside)
+    pointers = dense_pointers(array, L, batch, head, t0, s0, rows, columns, T, S)
+    pointers = pointers + tl.zeros(tile.shape, tl.int32)
+    tl.store(pointers, tile.to(array.dtype.element_ty), mask=(rows < T) & (columns < S))

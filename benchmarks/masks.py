@@ -1,0 +1,109 @@
+"""What masks cost, and what they save: each pass under one mask beside the same pass under another.
+
+    python -m benchmarks.masks                    # on a GPU; writes benchmarks/results/masks-<device>.json
+    python -m benchmarks.masks --scale 0.03 --iters 1 --repeats 1     # a try-out on a CPU
+
+Two comparisons, on random data, medians of one run:
+
+  window   a causal window of 1024 beside full causal attention at T = 32768 (16 heads of 64, bfloat16)
+  chunk    a dense boolean [1024, 9216] mask of which half is visible, beside the same attention told by
+           key_start and key_end (12 heads of 64, bfloat16): 1024 queries on a cache of 8192 keys and themselves
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import harness
+from jttt import dot_product_attention
+
+PASSES = ("forward", "gradient", "order two")
+
+
+def pass_of(name: str, attention: Callable) -> Callable:
+    """A function of (query, key, value, d_output, t_query, t_key, t_value) that runs up to one pass.
+
+    The gradient runs the forward and its own kernels; order two the forward, whose output and
+    log-sum-exp it needs, and its own.
+    """
+
+    def gradient(*arrays):
+        *inputs, d_output = arrays
+        return jax.vjp(attention, *inputs)[1](d_output)
+
+    if name == "forward":
+        return lambda query, key, value, *_: attention(query, key, value)
+    if name == "gradient":
+        return lambda query, key, value, d_output, *_: gradient(query, key, value, d_output)
+    return lambda query, key, value, d_output, *t: jax.vjp(gradient, query, key, value, d_output)[1](t)
+
+
+def comparisons(scale: float) -> Iterator[tuple[str, tuple[int, int, int, int], dict[str, Callable]]]:
+    """(name, (T, S, N, H), {variant: attention}); `scale` shrinks lengths for a try-out."""
+    T = int(32768 * scale)
+    window = max(1, T // 32)
+    yield "window", (T, T, 16, 64), {
+        "causal": lambda *x: dot_product_attention(*x, is_causal=True),
+        "window": lambda *x: dot_product_attention(*x, is_causal=True, local_window_size=(window - 1, 0))}
+
+    T = int(1024 * scale)
+    S = 9 * T
+    # A cache of 8T keys whose last 4T are filled, then the chunk itself, causal: half of all entries.
+    start, end = np.full((1, 1), 4 * T, np.int32), np.arange(T, dtype=np.int32)[None] + 8 * T + 1
+    keys = np.arange(S)
+    visible = jnp.asarray((keys >= start[0, 0]) & (keys < end[0][:, None]))
+    start, end = jnp.asarray(start), jnp.asarray(end)
+    yield "chunk", (T, S, 12, 64), {
+        "ranges": lambda *x, start=start, end=end: dot_product_attention(*x, key_start=start, key_end=end),
+        "mask": lambda *x, visible=visible: dot_product_attention(*x, mask=visible)}
+
+
+def inputs(shape: tuple[int, int, int, int], sets: int) -> list[tuple[jax.Array, ...]]:
+    T, S, N, H = shape
+    generator = np.random.default_rng(0)
+    lengths = (T, S, S, T, T, S, S)
+    return [tuple(jnp.asarray(generator.standard_normal((1, length, N, H), np.float32), jnp.bfloat16)
+                  for length in lengths) for _ in range(sets)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.masks", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on the lengths (default: 1)")
+    parser.add_argument("--iters", type=int, default=10, help="launches between synchronisations (default: 10)")
+    parser.add_argument("--repeats", type=int, default=7, help="medians are of so many (default: 7)")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    arguments = parser.parse_args()
+    device = jax.devices()[0]
+    report: dict[str, Any] = harness.describe_run("benchmarks.masks", sys.argv[1:], device) | {"results": []}
+
+    rows = []
+    for comparison, shape, variants in comparisons(arguments.scale):
+        sets = inputs(shape, 2)
+        for name in PASSES:
+            measured = {variant: harness.measure(pass_of(name, attention), sets, iters=arguments.iters, warmup=2,
+                                                 repeats=arguments.repeats)
+                        for variant, attention in variants.items()}
+            base = next(iter(measured.values())).milliseconds
+            for variant, x in measured.items():
+                report["results"].append({
+                    "comparison": comparison, "shape": shape, "variant": variant, "pass": name,
+                    "milliseconds": x.milliseconds, "spread": x.spread, "ratio": x.milliseconds / base})
+                rows.append([comparison, name, variant, f"{x.milliseconds:.3f}", f"{x.spread:.3f}",
+                             f"{x.milliseconds / base:.3f}"])
+    print(harness.format_table(["comparison", "pass", "variant", "ms", "spread", "ratio"], rows))
+    out = arguments.out or harness.default_out("masks", device)
+    if out:
+        harness.save_json(out, report)
+
+
+if __name__ == "__main__":
+    main()
