@@ -31,8 +31,8 @@ from jttt.kernels import blocks, launch
 from jttt.kernels.config import Blocks
 from jttt.spec import AttentionSpec, Band
 
-# Shared memory that one program can have, in bytes. (8.6 and 8.9 have 101,376; the float32 row of
-# `g_key_value_kernel` at width 256 alone needs more.)
+# Shared memory that one program can have, in bytes. (8.6 and 8.9 have 101,376; the float32
+# rows of order two at width 256 alone need more.)
 SHARED_MEMORY = {80: 166_912, 90: 232_448}
 
 _DTYPES = {2: jnp.bfloat16, 4: jnp.float32}
