@@ -13,6 +13,7 @@ Two comparisons, on random data, medians of one run:
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,30 +30,36 @@ PASSES = ("forward", "gradient", "order two")
 
 
 def pass_of(name: str, attention: Callable) -> Callable:
-    """A function of (query, key, value, d_output, t_query, t_key, t_value) that runs up to one pass.
+    """A function of (visibility, query, key, value, d_output, t_query, t_key, t_value) that runs up to one pass.
 
     The gradient runs the forward and its own kernels; order two the forward, whose output and
     log-sum-exp it needs, and its own.
     """
 
-    def gradient(*arrays):
-        *inputs, d_output = arrays
-        return jax.vjp(attention, *inputs)[1](d_output)
+    def run(visibility, query, key, value, d_output, *direction):
+        def forward(*inputs):
+            return attention(*inputs, **visibility)
 
-    if name == "forward":
-        return lambda query, key, value, *_: attention(query, key, value)
-    if name == "gradient":
-        return lambda query, key, value, d_output, *_: gradient(query, key, value, d_output)
-    return lambda query, key, value, d_output, *t: jax.vjp(gradient, query, key, value, d_output)[1](t)
+        def gradient(*arrays):
+            *inputs, d_output = arrays
+            return jax.vjp(forward, *inputs)[1](d_output)
+
+        if name == "forward":
+            return forward(query, key, value)
+        if name == "gradient":
+            return gradient(query, key, value, d_output)
+        return jax.vjp(gradient, query, key, value, d_output)[1](direction)
+
+    return run
 
 
-def comparisons(scale: float) -> Iterator[tuple[str, tuple[int, int, int, int], dict[str, Callable]]]:
-    """(name, (T, S, N, H), {variant: attention}); `scale` shrinks lengths for a try-out."""
+def comparisons(scale: float) -> Iterator[tuple[str, tuple[int, int, int, int], dict[str, tuple[dict, dict]]]]:
+    """(name, (T, S, N, H), {variant: (static arguments, arrays)}); `scale` shrinks lengths for a try-out."""
     T = int(32768 * scale)
     window = max(1, T // 32)
     yield "window", (T, T, 16, 64), {
-        "causal": lambda *x: dot_product_attention(*x, is_causal=True),
-        "window": lambda *x: dot_product_attention(*x, is_causal=True, local_window_size=(window - 1, 0))}
+        "causal": ({"is_causal": True}, {}),
+        "window": ({"is_causal": True, "local_window_size": (window - 1, 0)}, {})}
 
     T = int(1024 * scale)
     S = 9 * T
@@ -60,10 +67,9 @@ def comparisons(scale: float) -> Iterator[tuple[str, tuple[int, int, int, int], 
     start, end = np.full((1, 1), 4 * T, np.int32), np.arange(T, dtype=np.int32)[None] + 8 * T + 1
     keys = np.arange(S)
     visible = jnp.asarray((keys >= start[0, 0]) & (keys < end[0][:, None]))
-    start, end = jnp.asarray(start), jnp.asarray(end)
     yield "chunk", (T, S, 12, 64), {
-        "ranges": lambda *x, start=start, end=end: dot_product_attention(*x, key_start=start, key_end=end),
-        "mask": lambda *x, visible=visible: dot_product_attention(*x, mask=visible)}
+        "ranges": ({}, {"key_start": jnp.asarray(start), "key_end": jnp.asarray(end)}),
+        "mask": ({}, {"mask": visible})}
 
 
 def inputs(shape: tuple[int, int, int, int], sets: int) -> list[tuple[jax.Array, ...]]:
@@ -89,9 +95,12 @@ def main() -> None:
     for comparison, shape, variants in comparisons(arguments.scale):
         sets = inputs(shape, 2)
         for name in PASSES:
-            measured = {variant: harness.measure(pass_of(name, attention), sets, iters=arguments.iters, warmup=2,
-                                                 repeats=arguments.repeats)
-                        for variant, attention in variants.items()}
+            measured = {}
+            for variant, (static, arrays) in variants.items():
+                attention = functools.partial(dot_product_attention, **static)
+                measured[variant] = harness.measure(
+                    pass_of(name, attention), [(arrays, *x) for x in sets], iters=arguments.iters, warmup=2,
+                    repeats=arguments.repeats)
             base = next(iter(measured.values())).milliseconds
             for variant, x in measured.items():
                 report["results"].append({

@@ -20,8 +20,7 @@ _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 # What `jax.default_matmul_precision` asks for; anything else keeps float32 products accurate.
 _PRECISIONS: dict[str | None, Precision] = {
-    "tensorfloat32": "tf32", "fastest": "tf32", "bfloat16": "tf32", "float32": "ieee",
-    "highest": "ieee",
+    "tensorfloat32": "tf32", "bfloat16": "tf32", "float32": "ieee", "highest": "ieee",
 }
 
 
@@ -277,7 +276,7 @@ def _checked_window(window: Any) -> tuple[int, int]:
     sides = (window, window) if isinstance(window, numbers.Integral) else window
     try:
         left, right = map(operator.index, sides)
-    except TypeError:
+    except (TypeError, ValueError):
         left = right = -1
     if left < 0 or right < 0:
         raise ValueError(f"local_window_size was {window!r}: expected an int of at least 0, or a pair "

@@ -190,8 +190,10 @@ def tangent(spec: AttentionSpec, *, query, key, value, output, lse, d_output, de
     if t_sinks is not None:
         t_lse += sink_probabilities(sinks, lse) * t_sinks.astype(att.accumulator)[..., None]
     if a is not None:
-        t_lse += jnp.sum(p * a, axis=-1)
-        t_output += att.over_keys(p * a, value)
+        # The row sum is of the rounded numbers that meet value: they cancel against it in t_output.
+        pa = _widened((p * a).astype(query.dtype))
+        t_lse += jnp.sum(pa, axis=-1)
+        t_output += att.over_keys(pa, value)
     if t_value is not None:
         t_output += att.over_keys(p, t_value)
     t_output -= _rows(t_lse) * output

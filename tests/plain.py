@@ -84,8 +84,8 @@ def orders(function, arrays, directions) -> dict[str, jax.Array]:
         return curved, (output, gradients)
 
     second, (output, first) = jax.jit(jax.grad(meta, (0, 1, 2), has_aux=True))(*arrays)
-    return ({"output": output} | {f"d_{name}": x for name, x in zip(names, first)}
-            | {f"g_{name}": x for name, x in zip(names, second)})
+    return ({"output": output} | {f"d_{name}": x for name, x in zip(names, first, strict=True)}
+            | {f"g_{name}": x for name, x in zip(names, second, strict=True)})
 
 
 def exact_orders(function: Callable, arrays: Sequence, directions: Sequence) -> dict[str, np.ndarray]:

@@ -36,7 +36,7 @@ def test_row_fits_its_gpu(row, compiled):
     taken = compiled[row]
     assert taken["shared"] <= resources.SHARED_MEMORY[row[0]]
     # The table says what it lets a row spill, in bytes of a thread.
-    assert taken["spilled"] <= taken["blocks"].get("spilled", taken["spilled"])
+    assert taken["spilled"] <= taken["blocks"]["spilled"]
 
 
 @pytest.mark.parametrize("capability", blocks.TABLE)

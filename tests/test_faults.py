@@ -16,10 +16,10 @@ from tests.plain import Problem
 
 TOLERANCES = {"float32": 1e-5, "float16": 5e-3}
 
-# Where kernels run and where they do not, in every dtype that runs there on any machine.
+# Both implementations, in the dtypes in which both run on any machine.
 EVERYWHERE = pytest.mark.parametrize(("implementation", "dtype"), [
     ("triton", "float32"), ("triton", "float16"), ("xla", "float32"), ("xla", "float16"),
-], ids="-".join)
+])
 EACH_IMPLEMENTATION = pytest.mark.parametrize("implementation", ["triton", "xla"])
 
 
@@ -76,6 +76,12 @@ def test_5_integers_have_no_gradient(implementation):
         key_value_segment_ids=np.array([[0, 0, 1, 1, 1, 1]] * 2, np.int32), query_offset=np.int32(1))
     visible = np.array([[1, 1, 0, 0, 0, 0]] * 2 + [[0, 0, 1, 1, 0, 0]] * 3, bool)
 
+    def floats(gradients):
+        gradients = dict(gradients)
+        inputs = [gradients.pop(name) for name in ("query", "key", "value")]
+        assert all(x.dtype == jax.dtypes.float0 for x in gradients.values())
+        return inputs
+
     @functools.partial(jax.jit, static_argnums=0)
     def orders(function, arguments):
         """Order 0, 1 and 2 through `jax.vjp` over the whole dictionary."""
@@ -88,19 +94,9 @@ def test_5_integers_have_no_gradient(implementation):
         (second,) = pull(jax.tree.map(jnp.cos, first))
         return output, first, floats(second)
 
-    def floats(gradients):
-        gradients = dict(gradients)
-        inputs = [gradients.pop(name) for name in ("query", "key", "value")]
-        assert all(x.dtype == jax.dtypes.float0 for x in gradients.values())
-        return inputs
-
-    def attend(**arguments):
-        return jttt.dot_product_attention(**arguments, is_causal=True, implementation=implementation)
-
-    def plain_attend(**arguments):
-        return plain.attention(**arguments, visible=visible)[0]
-
-    mine, theirs = orders(attend, arguments | integers), orders(plain_attend, arguments)
+    attention = functools.partial(jttt.dot_product_attention, is_causal=True, implementation=implementation)
+    mine = orders(attention, arguments | integers)
+    theirs = orders(lambda **x: plain.attention(**x, visible=visible)[0], arguments)
     for x, y in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 

@@ -101,8 +101,9 @@ def tangent_kernel(query, key, value, bias, sinks, key_start, key_end, query_seg
             z = product_tangent(q, k, tq, tk, C)
             if z is not None or t_bias is not None:
                 v = tiles.load_rows(value, C.layout.value, batch, kv_head, s0, S, BLOCK_S, MASKED)
-                pa = p * score_tangent(x, z, t_bias, at, rows, columns, C)
-                total += tl.sum(pa, 1)
+                # The row sum is of the rounded numbers that meet value: they cancel against it in t_output.
+                pa = (p * score_tangent(x, z, t_bias, at, rows, columns, C)).to(v.dtype)
+                total += tl.sum(pa.to(tl.float32), 1)
                 acc = tiles.product(pa, v, C, acc)
 
     mean = total[:, None]
