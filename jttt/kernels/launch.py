@@ -11,7 +11,7 @@ import math
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -190,9 +190,12 @@ def _interpret(launch: Launch) -> dict[str, jax.Array]:
 class _HostTensor:
     """A numpy array that looks enough like a torch tensor for Triton's interpreter."""
 
+    DTYPES: ClassVar = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "int32": "i32", "int64": "i64",
+                        "bool": "i1"}
+
     def __init__(self, array: np.ndarray):
         self.array = array
-        self.dtype = {"float16": "fp16", "float32": "fp32", "int32": "i32", "bool": "i1"}[array.dtype.name]
+        self.dtype = self.DTYPES[array.dtype.name]
 
     def data_ptr(self) -> int:
         return self.array.ctypes.data
