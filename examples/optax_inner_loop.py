@@ -50,7 +50,7 @@ STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 # Tests and codecs are tables more than text, and would flatter adaptation; what is installed beside
 # the standard library differs from machine to machine.
-SKIPPED_FOLDERS = {"test", "tests", "encodings", "site-packages", "dist-packages"}
+SKIPPED_IN_STANDARD_LIBRARY = {"test", "tests", "encodings", "site-packages", "dist-packages"}
 
 HELD_OUT_SHARE = 0.1
 EVALUATION_BATCH = 16
@@ -69,17 +69,27 @@ class Record(NamedTuple):
 # The data.
 
 
+def is_source(name: Path) -> bool:
+    """Whether a file of the standard library, named from its root, is one to learn from."""
+    return name.suffix == ".py" and SKIPPED_IN_STANDARD_LIBRARY.isdisjoint(name.parts)
+
+
+def is_visible(name: Path) -> bool:
+    """Whether a file of a folder the user gave, named from that folder, is neither hidden nor byte code."""
+    return not any(part.startswith((".", "__pycache__")) for part in name.parts)
+
+
 def list_files(paths: Sequence[Path]) -> dict[Path, str]:
-    """The files at `paths`, folders searched in sorted order, each with its name relative to the folder."""
+    """The files at `paths`, folders searched in sorted order, each with its name relative to its folder."""
     files = {}
     for path in paths:
         if not path.is_dir():
             files[path] = path.name
             continue
-        for file in sorted(path.rglob("*.py" if path == STANDARD_LIBRARY else "*")):
+        wanted = is_source if path == STANDARD_LIBRARY else is_visible
+        for file in sorted(path.rglob("*")):
             name = file.relative_to(path)
-            hidden = any(part.startswith((".", "__pycache__")) for part in name.parts)
-            if file.is_file() and not hidden and SKIPPED_FOLDERS.isdisjoint(name.parts):
+            if file.is_file() and wanted(name):
                 files[file] = name.as_posix()
     return files
 
@@ -177,7 +187,7 @@ def predict(weights: Weights, read: jax.Array, attention: Attention) -> jax.Arra
 
 
 def chunk_loss(weights: Weights, chunk: jax.Array, attention: Attention) -> jax.Array:
-    """Bits per byte of a chunk, each byte predicted from those of the chunk before it."""
+    """Bits per byte of a chunk: how well each byte is predicted from the chunk up to it."""
     logits = predict(weights, chunk[:-1], attention)
     return optax.softmax_cross_entropy_with_integer_labels(logits, chunk[1:]).mean() / jnp.log(2.0)
 
@@ -303,14 +313,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--attention", choices=ATTENTIONS, default="auto",
         help="jttt, which picks its implementation itself (auto) or is told which (triton, xla); "
              "or jax.nn.dot_product_attention (jax)")
-    add("--steps", type=positive, default=250, help="outer steps")
+    add("--steps", type=positive, default=200, help="outer steps")
     add("--batch", type=positive, default=4, help="passages in an outer step")
     add("--inner-steps", type=positive, default=4, help="chunks of a passage to adapt to, one SGD step each")
     add("--chunk", type=positive, default=128, help="bytes predicted in a chunk")
     add("--layers", type=positive, default=2, help="layers of the transformer")
     add("--width", type=positive, default=96, help="width of the transformer, an even number times --heads")
     add("--heads", type=positive, default=3, help="attention heads in a layer")
-    add("--inner-lr", type=float, default=0.07, help="learning rate of the inner SGD")
+    add("--inner-lr", type=float, default=0.05, help="learning rate of the inner SGD")
     add("--outer-lr", type=float, default=3e-3, help="peak learning rate of the outer AdamW")
     add("--held-out", type=positive, default=256, help="passages of held-out files to evaluate on, at most")
     add("--seed", type=int, default=0, help="of the weights, the order of training, and the held-out passages")

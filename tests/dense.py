@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,8 @@ import numpy as np
 
 # What can be differentiated.
 INPUTS = ("query", "key", "value", "bias", "sinks")
+
+OPTIONS = ("scale", "logits_soft_cap")
 
 Arguments = Mapping[str, Any]
 
@@ -52,8 +54,10 @@ def kinds(N: int, T: int, S: int) -> dict[str, Arguments]:
 
     start = generator.integers(0, S, (2, T), np.int32)
     end = start + generator.integers(0, S, (2, T), np.int32)
-    # Half of its first queries see nothing, the other half sees keys.
-    before_keys = dict(is_causal=True, query_offset=-T // 2)
+    packed = dict(query_segment_ids=np.stack([documents(T, 0.7, 0.9), documents(T, 0.3, 0.6, 1)]),
+                  key_value_segment_ids=np.stack([documents(S, 0.6, 0.9), documents(S, 0.4, 0.7, 1)]))
+    # The first two thirds of the queries see nothing.
+    before_keys = dict(is_causal=True, query_offset=-(2 * T // 3))
     return {
         "query_lengths": dict(query_seq_lengths=integers(T, T // 3)),
         "key_lengths": dict(key_value_seq_lengths=integers(S // 2, 0)),
@@ -65,7 +69,7 @@ def kinds(N: int, T: int, S: int) -> dict[str, Arguments]:
         "key_start": dict(key_start=start[:1]),
         "key_end": dict(key_end=end[:, :1]),
         "key_ranges": dict(key_start=start, key_end=end),
-        "documents": dict(query_segment_ids=documents(generator, 2, T), key_value_segment_ids=documents(generator, 2, S)),
+        "documents": packed,
         "unsorted_segments": dict(query_segment_ids=generator.integers(-1, 3, (2, T), np.int32),
                                   key_value_segment_ids=generator.integers(-1, 3, (2, S), np.int32)),
         "mask": dict(mask=mask(generator, T, S)),
@@ -77,9 +81,9 @@ def kinds(N: int, T: int, S: int) -> dict[str, Arguments]:
         "sinks": dict(sinks=normal(N), **before_keys),
         "everything": dict(
             query_seq_lengths=integers(T, T - T // 7), key_value_seq_lengths=integers(S - S // 9, S),
-            local_window_size=(S // 2, S // 4), is_causal=True, query_offset=integers(S - T, S // 4), key_start=start // 4,
-            query_segment_ids=documents(generator, 2, T) // 2, key_value_segment_ids=documents(generator, 2, S) // 2,
-            mask=mask(generator, T, S), bias=normal(N, T, S), logits_soft_cap=1.5, sinks=normal(N), scale=0.7),
+            local_window_size=(S // 2, S // 4), is_causal=True, query_offset=integers(S - T, S // 4),
+            key_start=start // 4, mask=mask(generator, T, S) | (np.arange(S) % 3 == 0), bias=normal(N, T, S),
+            sinks=normal(N), logits_soft_cap=1.5, scale=0.7, **packed),
     }
 
 
@@ -90,10 +94,10 @@ def mask(generator: np.random.Generator, *shape: int) -> np.ndarray:
     return np.where(squares == 1, generator.random(shape) < 0.5, squares == 2)
 
 
-def documents(generator: np.random.Generator, batch: int, length: int) -> np.ndarray:
-    """Ids of packed documents, with padding at the end."""
-    ids = np.sort(generator.integers(0, 4, (batch, length), np.int32), axis=-1)
-    return np.where(ids == 3, -1, ids)
+def documents(length: int, *ends: float) -> np.ndarray:
+    """Ids of packed documents, which end at these parts of the length, and of padding behind the last."""
+    ids = np.searchsorted(np.array(ends) * length, np.arange(length), side="right").astype(np.int32)
+    return np.where(ids == len(ends), -1, ids)
 
 
 def visible(B: int, N: int, T: int, S: int, *, mask=None, is_causal=False, query_seq_lengths=None,
@@ -131,10 +135,16 @@ def visible(B: int, N: int, T: int, S: int, *, mask=None, is_causal=False, query
     return seen
 
 
+def seen(arguments: Arguments) -> np.ndarray:
+    """`visible`, of all the arguments of an attention call."""
+    (B, T, N, _), S = arguments["query"].shape, arguments["key"].shape[1]
+    return visible(B, N, T, S, **{name: x for name, x in arguments.items() if name not in (*INPUTS, *OPTIONS)})
+
+
 def attention(query, key, value, bias=None, sinks=None, *, seen, scale=None, logits_soft_cap=None
               ) -> tuple[jax.Array, jax.Array]:
     """`(output, lse)` of arrays with a batch axis, where `seen` is what `visible` returns."""
-    (B, T, N, H), (S, K) = query.shape, key.shape[1:3]
+    (B, T, N, H), K = query.shape, key.shape[2]
     key, value = jnp.repeat(key, N // K, axis=2), jnp.repeat(value, N // K, axis=2)
     scores = jnp.einsum("btnh,bsnh->bnts", query, key) * (1 / math.sqrt(H) if scale is None else scale)
     if logits_soft_cap is not None:
@@ -155,24 +165,15 @@ def attention(query, key, value, bias=None, sinks=None, *, seen, scale=None, log
     return output, jnp.swapaxes(jnp.where(empty, -jnp.inf, peak + jnp.log(total)), 1, 2)
 
 
-def closed(arguments: Arguments) -> tuple[Callable, Arguments]:
-    """`attention` as a function of what can be differentiated, and that."""
-    (B, T, N, _), S = arguments["query"].shape, arguments["key"].shape[1]
-    inputs = {name: x for name, x in arguments.items() if name in INPUTS}
-    others = {name: x for name, x in arguments.items() if name not in INPUTS}
-    options = {name: others.pop(name) for name in ("scale", "logits_soft_cap") if name in others}
-    return functools.partial(attention, seen=visible(B, N, T, S, **others), **options), inputs
-
-
-def orders(function: Callable, arguments: Arguments) -> dict[str, jax.Array]:
-    """Order 0, 1 and 2 of `function(**arguments) -> (output, lse)` in those of INPUTS, by name.
+def orders(function: Callable, arguments: Arguments, wanted: Sequence[str] = INPUTS) -> dict[str, jax.Array]:
+    """Order 0, 1 and 2 of `function(**arguments) -> (output, lse)` in those arguments that are wanted, by name.
 
     The losses are curved, so that every cotangent reaches every rule; also that of the log-sum-exp
     of a row that sees nothing, which must lead nowhere.
     """
-    inputs = {name: x for name, x in arguments.items() if name in INPUTS}
+    inputs = {name: x for name, x in arguments.items() if name in wanted}
     wide = jnp.result_type(jnp.float32, *inputs.values())
-    arrays = {name: x for name, x in arguments.items() if name not in INPUTS and hasattr(x, "dtype")}
+    arrays = {name: x for name, x in arguments.items() if name not in wanted and hasattr(x, "dtype")}
     static = {name: x for name, x in arguments.items() if not hasattr(x, "dtype")}
 
     def direction(name, x):
@@ -202,7 +203,14 @@ def floats(arguments: Arguments, dtype: Any) -> Arguments:
     return {name: x.astype(dtype) if name in INPUTS else x for name, x in arguments.items()}
 
 
-def exact_orders(arguments: Arguments) -> dict[str, np.ndarray]:
+def exact_orders(arguments: Arguments, wanted: Sequence[str] = INPUTS) -> dict[str, np.ndarray]:
     """`orders` of `attention` in float64, of the very values of the arguments."""
+    inputs = floats({name: x for name, x in arguments.items() if name in INPUTS}, np.float64)
+    options = {name: x for name, x in arguments.items() if name in OPTIONS}
     with jax.enable_x64(True):
-        return {name: np.asarray(x) for name, x in orders(*closed(floats(arguments, np.float64))).items()}
+        return jax.tree.map(np.asarray, _orders_of_attention(inputs, wanted, seen=seen(arguments), **options))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _orders_of_attention(inputs, wanted, **others):
+    return orders(functools.partial(attention, **others), inputs, wanted)
