@@ -52,6 +52,6 @@ def test_the_nearest_row_is_chosen(monkeypatch):
         return {("kernel", width, 2): Blocks(width, width, warps, 1) for width in (64, 128)}
 
     monkeypatch.setattr(blocks, "TABLE", {80: table(4), 90: table(8)})
-    for capability, warps in ((75, 4), (80, 4), (89, 4), (90, 8), (120, 8)):
+    for capability, warps in ((75, 4), (80, 4), (89, 4), (90, 8), (100, 8), (120, 4)):
         assert blocks.choose("kernel", 64, 2, capability) == Blocks(64, 64, warps, 1)
         assert blocks.choose("kernel", 65, 2, capability) == Blocks(128, 128, warps, 1)
