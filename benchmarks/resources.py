@@ -36,7 +36,7 @@ from jttt.spec import AttentionSpec, Band
 SHARED_MEMORY = {80: 166_912, 90: 232_448}
 
 _DTYPES = {2: jnp.bfloat16, 4: jnp.float32}
-_TRITON_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "bool": "i1"}
+_TRITON_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int8": "i8", "bool": "i1"}
 
 ROWS = ("query", "key", "value", "output", "d_output", "t_query", "t_key", "t_value")
 COLUMNS = ("lse", "delta", "t_lse", "row_term")
@@ -73,8 +73,8 @@ def launch_of(kernel: str, width: int, dtype: Any, capability: int, *, causal: b
     shapes = {array: (batch, length, heads, width) for array in ROWS} | {array: (batch, N, T) for array in COLUMNS}
     dtypes = dict.fromkeys(ROWS, dtype) | dict.fromkeys(COLUMNS, jnp.float32)
     if every or "bias" in kernel:
-        shapes |= dict.fromkeys(("bias", "t_bias"), (1, 1, T, S))
-        dtypes |= dict.fromkeys(("bias", "t_bias"), jnp.float32)
+        shapes |= dict.fromkeys(("bias", "t_bias"), (1, 1, T, S)) | {"lse_tail": (batch, N, T)}
+        dtypes |= dict.fromkeys(("bias", "t_bias", "lse_tail"), jnp.float32)
     if every:
         shapes |= {"sinks": (1, N), "t_sinks": (1, N), "mask": (1, 1, T, S), "mask_summary": (1, 1, T // 16, S // 16)}
         shapes |= dict.fromkeys(("key_start", "key_end", "query_segments"), (1, T)) | {"key_segments": (1, S)}
@@ -82,7 +82,8 @@ def launch_of(kernel: str, width: int, dtype: Any, capability: int, *, causal: b
         dtypes |= dict.fromkeys(("key_start", "key_end", "query_segments", "key_segments"), jnp.int32)
     spec = AttentionSpec(scale=width**-0.5, band=Band(256 if every else None, 0 if causal else None),
                          soft_cap=30.0 if every else None)
-    wanted = [output for entry in launch.KERNELS[name] if entry[0].__name__ == kernel for output in entry[2]]
+    wanted = [output for entry in launch.KERNELS[name] if entry[0].__name__ == kernel for output in entry[2]
+              if every or output != "lse_tail"]
     planned = []
 
     def plan(operands):

@@ -75,7 +75,7 @@ def dot_product_attention(
       value: `[B, S, K, E]` or `[S, K, E]`, of query's dtype.
       bias: added to the scores, after scale and soft cap; broadcastable to `[B, N, T, S]`, any
         floating dtype. Its gradient has its own shape and dtype and is computed only if asked
-        for. −∞ and finfo.min hide a key.
+        for. −∞ hides a key; so does finfo.min, but a row that has nothing else averages value.
       mask: boolean, broadcastable to `[B, N, T, S]`, True where a query sees a key. Read as it is,
         without expanding the axes of size one; tiles in which all or nothing is visible are not
         read at all.
@@ -134,8 +134,10 @@ def dot_product_attention(
     elif not isinstance(scale, numbers.Real):
         query, scale = _scaled(query, scale), 1.0
     bias = _dense("bias", bias, (B, N, T, S))
-    if bias is not None and bias.dtype == jnp.float64 != query.dtype:
-        bias = bias.astype(jnp.float32)  # Scores are no wider, and kernels have no float64.
+    sinks = _checked_sinks(sinks, N)
+    if query.dtype != jnp.float64:  # Scores are no wider then, and kernels have no float64.
+        bias, sinks = (x.astype(jnp.float32) if x is not None and x.dtype == jnp.float64 else x
+                       for x in (bias, sinks))
     mask = _dense("mask", mask, (B, N, T, S))
     query_seq_lengths = _integers("query_seq_lengths", query_seq_lengths, (B,), has_batch)
     key_value_seq_lengths = _integers("key_value_seq_lengths", key_value_seq_lengths, (B,), has_batch)
@@ -146,11 +148,14 @@ def dot_product_attention(
     band = Band(right=0) if is_causal else Band()
     if local_window_size is not None:
         band &= Band(*_checked_window(local_window_size))
+    # Beyond T + S a limit or an offset changes nothing, and could overflow int32.
     offset = None
     if isinstance(query_offset, numbers.Integral):
-        band = band.shifted(int(query_offset))
+        band = band.shifted(int(query_offset), T + S)
     else:
+        band = band.shifted(0, T + S)
         offset = _integers("query_offset", query_offset, (B,), has_batch, broadcast=True)
+        offset = jnp.clip(offset, -2 * (T + S), 2 * (T + S))
     limits = (key_start, key_end, query_seq_lengths, key_value_seq_lengths, offset)
     if any(limit is not None for limit in limits):
         key_start, key_end = masks.key_ranges(*limits[:4], band, offset, T, S)
@@ -161,8 +166,8 @@ def dot_product_attention(
         scale=float(scale), band=band, soft_cap=_checked_soft_cap(logits_soft_cap),
         precision=_PRECISIONS.get(jax.config.jax_default_matmul_precision, "tf32x3"),
         implementation=implementation)
-    output, lse = derivatives.attention(spec, dict(
-        query=query, key=key, value=value, bias=bias, sinks=_checked_sinks(sinks, N),
+    output, lse, _ = derivatives.attention(spec, dict(
+        query=query, key=key, value=value, bias=bias, sinks=sinks,
         key_start=key_start, key_end=key_end, query_segments=query_segments, key_segments=key_segments,
         mask=mask, mask_summary=None if mask is None else masks.summarise(mask)))
     lse = jnp.swapaxes(lse, -1, -2)
@@ -249,7 +254,7 @@ def _integers(name: str, x: Any, shape: tuple[int, ...], has_batch: bool, broadc
     where query has none, and with `broadcast` axes of size one stay unexpanded."""
     if x is None:
         return None
-    x = jnp.asarray(x)
+    x = jnp.asarray(x) if hasattr(x, "dtype") else jnp.asarray(x, jnp.int32)
     if x.dtype != jnp.int32:
         raise TypeError(f"{name} has dtype {x.dtype.name}: expected int32")
     least = 0 if broadcast else len(shape) - (not has_batch)
@@ -287,8 +292,8 @@ def _checked_window(window: Any) -> tuple[int, int]:
 def _checked_soft_cap(cap: Any) -> float | None:
     if cap is None:
         return None
-    if not isinstance(cap, numbers.Real) or not 0 < cap < math.inf:
-        raise ValueError(f"logits_soft_cap was {cap!r}: expected a number over 0, or None")
+    if not isinstance(cap, numbers.Real) or not 1e-30 <= cap <= 1e30:
+        raise ValueError(f"logits_soft_cap was {cap!r}: expected a number from 1e-30 to 1e30, or None")
     return float(cap)
 
 

@@ -9,7 +9,7 @@ Each rule is a `jax.custom_vjp` around passes of `passes.py`, so reverse mode ov
 kernels end to end. Derivatives that nobody asked for and cotangents that are structurally zero
 (`symbolic_zeros`) leave their products out.
 
-One convention keeps the chain short. `output` and `lse` enter `backward` and `double_backward` as
+One convention keeps the chain short. `output` and `lse` (and its tail) enter `backward` and `double_backward` as
 arrays, but their rules differentiate the whole dependence on query, key and value, through output
 and lse as well, and give output and lse no cotangent of their own. That is exact as long as they
 are what `forward` made of the same query, key and value, which holds for every caller here.
@@ -21,10 +21,11 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jttt import passes, reference
+from jttt import masks, passes, reference
 from jttt.spec import AttentionSpec
 
 Arrays = dict[str, jax.Array | None]
@@ -60,32 +61,46 @@ def _selected(cotangents: Arrays, arguments: Arrays) -> Arrays:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attention(spec: AttentionSpec, inputs: Arrays) -> tuple[jax.Array, jax.Array]:
-    """`(output, lse)` of canonical inputs, named and shaped as in `reference.py`.
+def attention(spec: AttentionSpec, inputs: Arrays) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """`(output, lse, lse_tail)` of canonical inputs, named and shaped as in `reference.py`.
 
-    query, key and value; bias and sinks, or None; and any of `masks.OPERANDS`.
+    query, key and value; bias and sinks, or None; and any of `masks.OPERANDS`. lse_tail is for the
+    derivatives alone, and None without a bias.
     """
-    results = passes.run("forward", spec, inputs, ("output", "lse"))
-    return results["output"], results["lse"]
+    wanted = ("output", "lse") if inputs["bias"] is None else ("output", "lse", "lse_tail")
+    results = passes.run("forward", spec, inputs, wanted)
+    return results["output"], results["lse"], results.get("lse_tail")
 
 
 def _attention_fwd(spec: AttentionSpec, inputs):
     inputs, wanted = _split(inputs)
-    output, lse = attention(spec, inputs)
+    output, lse, tail = attention(spec, inputs)
     output, lse = checkpoint_name(output, OUTPUT_NAME), checkpoint_name(lse, LSE_NAME)
-    return (output, lse), (inputs, output, lse, wanted)
+    tail = None if tail is None else checkpoint_name(tail, LSE_NAME)
+    return (output, lse, tail), (inputs, output, lse, tail, wanted)
 
 
 def _attention_bwd(spec: AttentionSpec, residuals, cotangents):
-    inputs, output, lse, wanted = residuals
-    d_output, d_lse = map(_nonzero, cotangents)
+    inputs, output, lse, tail, wanted = residuals
+    d_output, d_lse = map(_nonzero, cotangents[:2])
     if d_output is None and d_lse is None:
         return (_selected({}, inputs),)
     if d_output is None:
-        d_output = jax.numpy.zeros_like(output)
-    arguments = {**inputs, "output": output, "lse": lse, "d_output": d_output, "d_lse": d_lse}
+        d_output = jnp.zeros_like(output)
+    if _rows_may_be_empty(spec, inputs):
+        # Whatever the caller made of a row that sees nothing, an infinity or a NaN, has no gradient.
+        empty = lse == -jnp.inf
+        d_output = jnp.where(jnp.swapaxes(empty, -1, -2)[..., None], 0, d_output)
+        d_lse = None if d_lse is None else jnp.where(empty, 0, d_lse)
+    arguments = {**inputs, "output": output, "lse": lse, "lse_tail": tail, "d_output": d_output, "d_lse": d_lse}
     gradients = backward(spec, wanted, arguments)
     return (_selected({name: gradients[f"d_{name}"] for name in wanted}, inputs),)
+
+
+def _rows_may_be_empty(spec: AttentionSpec, inputs: Arrays) -> bool:
+    band = spec.band
+    return (band.left is not None or (band.right is not None and band.right < 0)
+            or any(inputs[name] is not None for name in ("bias", *masks.OPERANDS)))
 
 
 attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
@@ -95,7 +110,7 @@ attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
 def backward(spec: AttentionSpec, wanted: _Wanted, arguments: Arrays) -> dict[str, jax.Array]:
     """Gradients of the wanted inputs: d_query, d_key, d_value, d_bias, d_sinks.
 
-    Arguments: the inputs, output, lse and their cotangents d_output and d_lse (None if zero).
+    Arguments: the inputs, output, lse, lse_tail, and the cotangents d_output and d_lse (None if zero).
     """
     operands = _backward_operands(arguments)
     results = passes.run("backward", spec, operands,
@@ -169,11 +184,11 @@ def _double_backward_bwd(spec: AttentionSpec, wanted: _Wanted, residuals, cotang
     arguments, returned = residuals
     moving = {name: x for name, x in arguments.items()
               if name in (*_INPUTS, "d_output", "d_lse", *(f"t_{name}" for name in _INPUTS))}
-    masks = {name: x for name, x in arguments.items() if name not in (*moving, "output", "lse")}
+    hidden = {name: arguments[name] for name in masks.OPERANDS}
     made = {name: f"g_{name}" for name in _INPUTS} | {"d_output": "t_output", "d_lse": "t_lse"}
 
     def whole(moving: Arrays) -> Arrays:
-        results = reference.second_order(spec, **moving, **masks)
+        results = reference.second_order(spec, **moving, **hidden)
         return {name: results[made[name]] for name in returned}
 
     _, pull_back = jax.vjp(whole, moving)

@@ -112,7 +112,8 @@ def _abstract(*avals, **params):
 
 
 def _batch(arrays, axes, **params):
-    arrays = [jnp.expand_dims(x, 0) if axis is None else jnp.moveaxis(x, axis, 0)
+    # A numpy array that vmap was given comes here as it is, and must not become a constant of a jaxpr.
+    arrays = [jnp.expand_dims(x, 0) if axis is None else jnp.moveaxis(jnp.asarray(x), axis, 0)
               for x, axis in zip(arrays, axes, strict=True)]
     outputs = _pass_p.bind(*arrays, **params)
     return outputs, [0] * len(outputs)

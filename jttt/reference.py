@@ -11,7 +11,7 @@ heads, G = N / K:
     key, t_key, d_key, g_key                                        [..., S, K, H]
     value, t_value, d_value, g_value                                [..., S, K, E]
     output, d_output, t_output                                      [..., T, N, E]
-    lse, delta, t_lse, row_term             (float32 or wider)      [..., N, T]
+    lse, lse_tail, delta, t_lse, row_term   (float32 or wider)      [..., N, T]
     bias, t_bias, d_bias, g_bias                                    [..., N or 1, T or 1, S or 1]
     sinks, t_sinks, d_sinks, g_sinks                                [..., N]
     what hides keys                                                 `masks.OPERANDS`
@@ -86,9 +86,10 @@ class _Attention:
         tile = tile.reshape(*tile.shape[:-3], self.kv_heads, -1, *tile.shape[-2:])
         return self._product("...kgts,...tkgh->...skh", tile, self._grouped(rows))
 
-    def probabilities(self, lse: jax.Array) -> jax.Array:
-        """softmax of the scores, `[..., N, T, S]`, from their log-sum-exp."""
-        return jnp.exp(self.scores - jnp.where(lse == -jnp.inf, 0, lse)[..., None])
+    def probabilities(self, lse: jax.Array, tail: jax.Array | None) -> jax.Array:
+        """softmax of the scores, `[..., N, T, S]`, from their log-sum-exp and what rounding took off it."""
+        exponents = self.scores - jnp.where(lse == -jnp.inf, 0, lse)[..., None]
+        return jnp.exp(exponents if tail is None else exponents - tail[..., None])
 
     def through_cap(self, tile: jax.Array) -> jax.Array:
         """A gradient of capped scores as one of scaled products, or a tangent the other way."""
@@ -125,7 +126,12 @@ def _as_bias(tile: jax.Array, bias: jax.Array) -> jax.Array:
 
 
 def forward(spec: AttentionSpec, *, query, key, value, bias=None, sinks=None, **hidden) -> Results:
-    """Order zero: output, lse."""
+    """Order zero: output, lse, and lse_tail if there is a bias.
+
+    A bias may be so large that lse cannot hold the sum it is the logarithm of: where a whole row has
+    −1e9, lse is that and no more. lse_tail is what rounding took off, and has no derivative: lse and it
+    together have that of lse.
+    """
     att = _Attention(spec, query, key, bias, hidden)
     peak = jnp.max(att.scores, axis=-1)
     if sinks is not None:
@@ -139,7 +145,11 @@ def forward(spec: AttentionSpec, *, query, key, value, bias=None, sinks=None, **
     empty = total == 0
     total = jnp.where(empty, 1, total)
     output = att.over_keys(weights / total[..., None], value)
-    return dict(output=output.astype(value.dtype), lse=jnp.where(empty, -jnp.inf, peak + jnp.log(total)))
+    lse = jnp.where(empty, -jnp.inf, peak + jnp.log(total))
+    results = dict(output=output.astype(value.dtype), lse=lse)
+    if bias is not None:
+        results["lse_tail"] = jnp.where(empty, 0, (peak - jnp.where(empty, 0, lse)) + jnp.log(total))
+    return results
 
 
 def delta(output: jax.Array, d_output: jax.Array, d_lse: jax.Array | None) -> jax.Array:
@@ -162,10 +172,11 @@ def sink_probabilities(sinks: jax.Array, lse: jax.Array) -> jax.Array:
     return jnp.exp(sinks - jnp.where(lse == -jnp.inf, 0, lse))
 
 
-def backward(spec: AttentionSpec, *, query, key, value, lse, d_output, delta, bias=None, **hidden) -> Results:
+def backward(spec: AttentionSpec, *, query, key, value, lse, d_output, delta, lse_tail=None, bias=None, **hidden
+             ) -> Results:
     """Order one: d_query, d_key, d_value, and d_bias if there is a bias."""
     att = _Attention(spec, query, key, bias, hidden)
-    p = att.probabilities(lse)
+    p = att.probabilities(lse, lse_tail)
     ds = p * (att.over_width(d_output, value) - delta[..., None])
     dz = att.scale * att.through_cap(ds)
     results = dict(d_query=att.over_keys(dz, key).astype(query.dtype),
@@ -174,8 +185,8 @@ def backward(spec: AttentionSpec, *, query, key, value, lse, d_output, delta, bi
     return results if bias is None else results | dict(d_bias=_as_bias(ds, bias))
 
 
-def tangent(spec: AttentionSpec, *, query, key, value, output, lse, d_output, delta, bias=None, sinks=None,
-            t_query=None, t_key=None, t_value=None, t_bias=None, t_sinks=None, **hidden) -> Results:
+def tangent(spec: AttentionSpec, *, query, key, value, output, lse, d_output, delta, lse_tail=None, bias=None,
+            sinks=None, t_query=None, t_key=None, t_value=None, t_bias=None, t_sinks=None, **hidden) -> Results:
     """First pass of order two: t_output, t_lse, row_term.
 
     t_output and t_lse are the tangents of output and log-sum-exp along the direction, hence the
@@ -183,7 +194,7 @@ def tangent(spec: AttentionSpec, *, query, key, value, output, lse, d_output, de
     second pass.
     """
     att = _Attention(spec, query, key, bias, hidden)
-    p = att.probabilities(lse)
+    p = att.probabilities(lse, lse_tail)
     a = att.score_tangent(att.product_tangent(query, key, t_query, t_key), t_bias)
     t_lse = jnp.zeros_like(lse)
     t_output = jnp.zeros_like(output, att.accumulator)
@@ -202,13 +213,13 @@ def tangent(spec: AttentionSpec, *, query, key, value, output, lse, d_output, de
 
 
 def double_backward(spec: AttentionSpec, *, query, key, value, lse, d_output, delta, row_term, t_lse=None,
-                    bias=None, t_query=None, t_key=None, t_value=None, t_bias=None, **hidden) -> Results:
+                    lse_tail=None, bias=None, t_query=None, t_key=None, t_value=None, t_bias=None, **hidden) -> Results:
     """Second pass of order two: g_query, g_key, g_value, and g_bias if there is a bias.
 
     t_lse is None where the direction moves no score: it then lies in value alone.
     """
     att = _Attention(spec, query, key, bias, hidden)
-    p = att.probabilities(lse)
+    p = att.probabilities(lse, lse_tail)
     dp = att.over_width(d_output, value)
     moved = att.product_tangent(query, key, t_query, t_key)
     a = att.score_tangent(moved, t_bias)
@@ -260,7 +271,8 @@ def second_order(spec: AttentionSpec, *, query, key, value, d_output, d_lse=None
     inputs = dict(query=query, key=key, value=value, bias=bias)
     direction = dict(t_query=t_query, t_key=t_key, t_value=t_value, t_bias=t_bias)
     made = forward(spec, **inputs, sinks=sinks, **hidden)
-    rows = dict(lse=made["lse"], d_output=d_output, delta=delta(made["output"], d_output, d_lse))
+    rows = dict(lse=made["lse"], lse_tail=made.get("lse_tail"), d_output=d_output,
+                delta=delta(made["output"], d_output, d_lse))
     first = tangent(spec, **inputs, **rows, **direction, output=made["output"], sinks=sinks, t_sinks=t_sinks, **hidden)
     columns = dict(t_lse=first["t_lse"], row_term=first["row_term"])
     results = first | double_backward(spec, **inputs, **rows, **columns, **direction, **hidden)

@@ -25,10 +25,11 @@ class Band:
         rights = [band.right for band in (self, other) if band.right is not None]
         return Band(min(lefts, default=None), min(rights, default=None))
 
-    def shifted(self, offset: int) -> Band:
-        """The rule for queries that stand at position t + offset."""
-        return Band(None if self.left is None else self.left - offset,
-                    None if self.right is None else self.right + offset)
+    def shifted(self, offset: int, limit: int) -> Band:
+        """The rule for queries that stand at position t + offset, where no distance exceeds `limit`."""
+        left = None if self.left is None else max(-limit, min(self.left - offset, limit))
+        right = None if self.right is None else max(-limit, min(self.right + offset, limit))
+        return Band(left, right)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from jttt.kernels import tiles
 
 @triton.jit
 def d_query_kernel(query, key, value, bias, key_start, key_end, query_segments, key_segments, mask,
-                   block_list, block_counts, lse, d_output, delta, T, S, d_query, C: tl.constexpr):
+                   block_list, block_counts, lse, lse_tail, d_output, delta, T, S, d_query, C: tl.constexpr):
     BLOCK_T: tl.constexpr = C.blocks.queries
     BLOCK_S: tl.constexpr = C.blocks.keys
     block, head, batch = tiles.program(tl.cdiv(T, BLOCK_T), C.layout.query.heads, C.band.right is not None)
@@ -19,7 +19,8 @@ def d_query_kernel(query, key, value, bias, key_start, key_end, query_segments, 
     rows = (t0 + tl.arange(0, BLOCK_T))[:, None]
     q = tiles.load_rows(query, C.layout.query, batch, head, t0, T, BLOCK_T, True)
     do = tiles.load_rows(d_output, C.layout.d_output, batch, head, t0, T, BLOCK_T, True)
-    log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows)
+    log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
+    tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
     row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
     dq = tl.zeros([BLOCK_T, tiles.padded(C.layout.query.width)], tl.float32)
 
@@ -32,7 +33,7 @@ def d_query_kernel(query, key, value, bias, key_start, key_end, query_segments, 
             k = tiles.load_rows(key, C.layout.key, batch, kv_head, s0, S, BLOCK_S, MASKED)
             v = tiles.load_rows(value, C.layout.value, batch, kv_head, s0, S, BLOCK_S, MASKED)
             x = tiles.capped(tiles.product(q, tl.trans(k), C), C)
-            p = tiles.probabilities(x, log_sum, bias, hidden, at, rows, columns, C, MASKED)
+            p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
             ds = p * (tiles.product(do, tl.trans(v), C) - row_delta)
             dq = tiles.product(tiles.through_cap(ds, x, C), k, C, dq)
     tiles.store_rows(d_query, C.layout.d_query, batch, head, t0, T, BLOCK_T, dq * C.scale)
@@ -40,7 +41,7 @@ def d_query_kernel(query, key, value, bias, key_start, key_end, query_segments, 
 
 @triton.jit
 def d_key_value_kernel(query, key, value, bias, key_start, key_end, query_segments, key_segments, mask,
-                       block_list, block_counts, lse, d_output, delta, T, S, d_key, d_value, C: tl.constexpr):
+                       block_list, block_counts, lse, lse_tail, d_output, delta, T, S, d_key, d_value, C: tl.constexpr):
     """d_key or d_value is None where it is not wanted. Tiles are transposed here, keys along rows;
     one program sums over the query heads of its key head."""
     BLOCK_T: tl.constexpr = C.blocks.queries
@@ -66,9 +67,10 @@ def d_key_value_kernel(query, key, value, bias, key_start, key_end, query_segmen
                 rows = (t0 + tl.arange(0, BLOCK_T))[None, :]
                 q = tiles.load_rows(query, C.layout.query, batch, head, t0, T, BLOCK_T, MASKED)
                 do = tiles.load_rows(d_output, C.layout.d_output, batch, head, t0, T, BLOCK_T, MASKED)
-                log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows)
+                log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
+                tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
                 x = tiles.capped(tiles.product(k, tl.trans(q), C), C)
-                p = tiles.probabilities(x, log_sum, bias, hidden, at, rows, columns, C, MASKED)
+                p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
                 if d_value is not None:
                     dv = tiles.product(p, do, C, dv)
                 if d_key is not None:
@@ -84,7 +86,7 @@ def d_key_value_kernel(query, key, value, bias, key_start, key_end, query_segmen
 
 @triton.jit
 def d_bias_kernel(query, key, value, bias, key_start, key_end, query_segments, key_segments, mask,
-                  lse, d_output, delta, T, S, d_bias, C: tl.constexpr):
+                  tile_status, lse, lse_tail, d_output, delta, T, S, d_bias, C: tl.constexpr):
     """One program a tile of bias, summing over the tiles, heads and batch along which it is broadcast."""
     BLOCK_T: tl.constexpr = C.blocks.queries
     BLOCK_S: tl.constexpr = C.blocks.keys
@@ -92,17 +94,21 @@ def d_bias_kernel(query, key, value, bias, key_start, key_end, query_segments, k
     row_block, column_block, bias_head, bias_batch = tiles.bias_program(T, S, C)
     acc = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)
     for i in range(tiles.bias_shares(T, S, C)):
-        t0, s0, head, batch = tiles.bias_share(i, row_block, column_block, bias_head, bias_batch, T, S, C)
-        rows = (t0 + tl.arange(0, BLOCK_T))[:, None]
-        at = (batch, head, T, S, t0, s0)
-        columns = (s0 + tl.arange(0, BLOCK_S))[None, :]
-        q = tiles.load_rows(query, C.layout.query, batch, head, t0, T, BLOCK_T, True)
-        do = tiles.load_rows(d_output, C.layout.d_output, batch, head, t0, T, BLOCK_T, True)
-        k = tiles.load_rows(key, C.layout.key, batch, head // C.group, s0, S, BLOCK_S, True)
-        v = tiles.load_rows(value, C.layout.value, batch, head // C.group, s0, S, BLOCK_S, True)
-        log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows)
-        row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
-        x = tiles.capped(tiles.product(q, tl.trans(k), C), C)
-        p = tiles.probabilities(x, log_sum, bias, hidden, at, rows, columns, C, True)
-        acc += p * (tiles.product(do, tl.trans(v), C) - row_delta)
+        row, column, head, batch = tiles.bias_share(i, row_block, column_block, bias_head, bias_batch, T, S, C)
+        if not tiles.bias_tile_is_hidden(tile_status, row, column, head, batch, T, S, C):
+            t0 = row * BLOCK_T
+            s0 = column * BLOCK_S
+            rows = (t0 + tl.arange(0, BLOCK_T))[:, None]
+            at = (batch, head, T, S, t0, s0)
+            columns = (s0 + tl.arange(0, BLOCK_S))[None, :]
+            q = tiles.load_rows(query, C.layout.query, batch, head, t0, T, BLOCK_T, True)
+            do = tiles.load_rows(d_output, C.layout.d_output, batch, head, t0, T, BLOCK_T, True)
+            k = tiles.load_rows(key, C.layout.key, batch, head // C.group, s0, S, BLOCK_S, True)
+            v = tiles.load_rows(value, C.layout.value, batch, head // C.group, s0, S, BLOCK_S, True)
+            log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
+            tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
+            row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
+            x = tiles.capped(tiles.product(q, tl.trans(k), C), C)
+            p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, True)
+            acc += p * (tiles.product(do, tl.trans(v), C) - row_delta)
     tiles.store_bias(d_bias, C.layout.d_bias, row_block, column_block, bias_head, bias_batch, T, S, acc, C)

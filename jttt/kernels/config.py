@@ -58,8 +58,10 @@ class ArrayLayouts:
     mask: Layout | None = None
     block_list: Layout | None = None
     block_counts: Layout | None = None
+    tile_status: Layout | None = None
     output: Layout | None = None
     lse: Layout | None = None
+    lse_tail: Layout | None = None
     d_output: Layout | None = None
     delta: Layout | None = None
     d_query: Layout | None = None

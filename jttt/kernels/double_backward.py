@@ -69,8 +69,8 @@ def gradients(p, x, z, dp, b, delta, mean, w, t_bias, at, rows, columns, C: tl.c
 
 @triton.jit
 def tangent_kernel(query, key, value, bias, sinks, key_start, key_end, query_segments, key_segments, mask,
-                   block_list, block_counts, output, lse, d_output, delta, t_query, t_key, t_value, t_bias, t_sinks,
-                   T, S, t_output, t_lse, row_term, C: tl.constexpr):
+                   block_list, block_counts, output, lse, lse_tail, d_output, delta, t_query, t_key, t_value, t_bias,
+                   t_sinks, T, S, t_output, t_lse, row_term, C: tl.constexpr):
     """t_output is None where only the columns are wanted."""
     BLOCK_T: tl.constexpr = C.blocks.queries
     BLOCK_S: tl.constexpr = C.blocks.keys
@@ -81,7 +81,8 @@ def tangent_kernel(query, key, value, bias, sinks, key_start, key_end, query_seg
     rows = (t0 + tl.arange(0, BLOCK_T))[:, None]
     q = tiles.load_rows(query, C.layout.query, batch, head, t0, T, BLOCK_T, True)
     tq = tiles.load_rows(t_query, C.layout.t_query, batch, head, t0, T, BLOCK_T, True)
-    log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows)
+    log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
+    tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
     acc = tl.zeros([BLOCK_T, tiles.padded(C.layout.value.width)], tl.float32)
     total = tl.zeros([BLOCK_T], tl.float32)
 
@@ -94,7 +95,7 @@ def tangent_kernel(query, key, value, bias, sinks, key_start, key_end, query_seg
             k = tiles.load_rows(key, C.layout.key, batch, kv_head, s0, S, BLOCK_S, MASKED)
             tk = tiles.load_rows(t_key, C.layout.t_key, batch, kv_head, s0, S, BLOCK_S, MASKED)
             x = tiles.capped(tiles.product(q, tl.trans(k), C), C)
-            p = tiles.probabilities(x, log_sum, bias, hidden, at, rows, columns, C, MASKED)
+            p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
             if t_value is not None:
                 tv = tiles.load_rows(t_value, C.layout.t_value, batch, kv_head, s0, S, BLOCK_S, MASKED)
                 acc = tiles.product(p, tv, C, acc)
@@ -110,7 +111,7 @@ def tangent_kernel(query, key, value, bias, sinks, key_start, key_end, query_seg
     if t_sinks is not None:
         sink = tiles.load_column(sinks, C.layout.sinks, batch, head, 1, 0).to(tl.float32)
         t_sink = tiles.load_column(t_sinks, C.layout.t_sinks, batch, head, 1, 0).to(tl.float32)
-        mean += t_sink * tl.exp2(sink * tiles.LOG2E - log_sum)
+        mean += t_sink * tiles.exponential(sink * tiles.unit(C) - log_sum, C)
     o = tiles.load_rows(output, C.layout.output, batch, head, t0, T, BLOCK_T, True)
     do = tiles.load_rows(d_output, C.layout.d_output, batch, head, t0, T, BLOCK_T, True)
     row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
@@ -124,8 +125,8 @@ def tangent_kernel(query, key, value, bias, sinks, key_start, key_end, query_seg
 
 @triton.jit
 def g_query_kernel(query, key, value, bias, key_start, key_end, query_segments, key_segments, mask,
-                   block_list, block_counts, lse, d_output, delta, t_lse, row_term, t_query, t_key, t_value, t_bias,
-                   T, S, g_query, C: tl.constexpr):
+                   block_list, block_counts, lse, lse_tail, d_output, delta, t_lse, row_term, t_query, t_key, t_value,
+                   t_bias, T, S, g_query, C: tl.constexpr):
     BLOCK_T: tl.constexpr = C.blocks.queries
     BLOCK_S: tl.constexpr = C.blocks.keys
     block, head, batch = tiles.program(tl.cdiv(T, BLOCK_T), C.layout.query.heads, C.band.right is not None)
@@ -136,7 +137,8 @@ def g_query_kernel(query, key, value, bias, key_start, key_end, query_segments, 
     q = tiles.load_rows(query, C.layout.query, batch, head, t0, T, BLOCK_T, True)
     do = tiles.load_rows(d_output, C.layout.d_output, batch, head, t0, T, BLOCK_T, True)
     tq = tiles.load_rows(t_query, C.layout.t_query, batch, head, t0, T, BLOCK_T, True)
-    log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows)
+    log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
+    tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
     row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
     mean = tiles.load_optional_column(t_lse, C.layout.t_lse, batch, head, T, rows)
     w = tiles.load_column(row_term, C.layout.row_term, batch, head, T, rows)
@@ -153,7 +155,7 @@ def g_query_kernel(query, key, value, bias, key_start, key_end, query_segments, 
             tk = tiles.load_rows(t_key, C.layout.t_key, batch, kv_head, s0, S, BLOCK_S, MASKED)
             tv = tiles.load_rows(t_value, C.layout.t_value, batch, kv_head, s0, S, BLOCK_S, MASKED)
             x = tiles.capped(tiles.product(q, tl.trans(k), C), C)
-            p = tiles.probabilities(x, log_sum, bias, hidden, at, rows, columns, C, MASKED)
+            p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
             z = product_tangent(q, k, tq, tk, C)
             dp = None if mean is None else tiles.product(do, tl.trans(v), C)
             b = None if tv is None else tiles.product(do, tl.trans(tv), C)
@@ -166,8 +168,8 @@ def g_query_kernel(query, key, value, bias, key_start, key_end, query_segments, 
 
 @triton.jit
 def g_key_value_kernel(query, key, value, bias, key_start, key_end, query_segments, key_segments, mask,
-                       block_list, block_counts, lse, d_output, delta, t_lse, row_term, t_query, t_key, t_value,
-                       t_bias, T, S, g_key, g_value, C: tl.constexpr):
+                       block_list, block_counts, lse, lse_tail, d_output, delta, t_lse, row_term, t_query, t_key,
+                       t_value, t_bias, T, S, g_key, g_value, C: tl.constexpr):
     """g_key or g_value is None where it is not wanted. Tiles are transposed here, keys along rows;
     one program sums over the query heads of its key head."""
     BLOCK_T: tl.constexpr = C.blocks.queries
@@ -196,12 +198,13 @@ def g_key_value_kernel(query, key, value, bias, key_start, key_end, query_segmen
                 q = tiles.load_rows(query, C.layout.query, batch, head, t0, T, BLOCK_T, MASKED)
                 do = tiles.load_rows(d_output, C.layout.d_output, batch, head, t0, T, BLOCK_T, MASKED)
                 tq = tiles.load_rows(t_query, C.layout.t_query, batch, head, t0, T, BLOCK_T, MASKED)
-                log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows)
+                log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
+                tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
                 row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
                 mean = tiles.load_optional_column(t_lse, C.layout.t_lse, batch, head, T, rows)
                 w = tiles.load_column(row_term, C.layout.row_term, batch, head, T, rows)
                 x = tiles.capped(tiles.product(k, tl.trans(q), C), C)
-                p = tiles.probabilities(x, log_sum, bias, hidden, at, rows, columns, C, MASKED)
+                p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
                 z = product_tangent(k, q, tk, tq, C)
                 # Used by g_key alone, and not computed where that is not wanted.
                 dp = None if mean is None else tiles.product(v, tl.trans(do), C)
@@ -222,8 +225,8 @@ def g_key_value_kernel(query, key, value, bias, key_start, key_end, query_segmen
 
 @triton.jit
 def g_bias_kernel(query, key, value, bias, key_start, key_end, query_segments, key_segments, mask,
-                  lse, d_output, delta, t_lse, row_term, t_query, t_key, t_value, t_bias, T, S, g_bias,
-                  C: tl.constexpr):
+                  tile_status, lse, lse_tail, d_output, delta, t_lse, row_term, t_query, t_key, t_value, t_bias,
+                  T, S, g_bias, C: tl.constexpr):
     """One program a tile of bias, summing over the tiles, heads and batch along which it is broadcast."""
     BLOCK_T: tl.constexpr = C.blocks.queries
     BLOCK_S: tl.constexpr = C.blocks.keys
@@ -231,27 +234,31 @@ def g_bias_kernel(query, key, value, bias, key_start, key_end, query_segments, k
     row_block, column_block, bias_head, bias_batch = tiles.bias_program(T, S, C)
     acc = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)
     for i in range(tiles.bias_shares(T, S, C)):
-        t0, s0, head, batch = tiles.bias_share(i, row_block, column_block, bias_head, bias_batch, T, S, C)
-        kv_head = head // C.group
-        rows = (t0 + tl.arange(0, BLOCK_T))[:, None]
-        at = (batch, head, T, S, t0, s0)
-        columns = (s0 + tl.arange(0, BLOCK_S))[None, :]
-        q = tiles.load_rows(query, C.layout.query, batch, head, t0, T, BLOCK_T, True)
-        do = tiles.load_rows(d_output, C.layout.d_output, batch, head, t0, T, BLOCK_T, True)
-        tq = tiles.load_rows(t_query, C.layout.t_query, batch, head, t0, T, BLOCK_T, True)
-        k = tiles.load_rows(key, C.layout.key, batch, kv_head, s0, S, BLOCK_S, True)
-        v = tiles.load_rows(value, C.layout.value, batch, kv_head, s0, S, BLOCK_S, True)
-        tk = tiles.load_rows(t_key, C.layout.t_key, batch, kv_head, s0, S, BLOCK_S, True)
-        tv = tiles.load_rows(t_value, C.layout.t_value, batch, kv_head, s0, S, BLOCK_S, True)
-        log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows)
-        row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
-        mean = tiles.load_optional_column(t_lse, C.layout.t_lse, batch, head, T, rows)
-        w = tiles.load_column(row_term, C.layout.row_term, batch, head, T, rows)
-        x = tiles.capped(tiles.product(q, tl.trans(k), C), C)
-        p = tiles.probabilities(x, log_sum, bias, hidden, at, rows, columns, C, True)
-        z = product_tangent(q, k, tq, tk, C)
-        dp = None if mean is None else tiles.product(do, tl.trans(v), C)
-        b = None if tv is None else tiles.product(do, tl.trans(tv), C)
-        e, dz, rz, r = gradients(p, x, z, dp, b, row_delta, mean, w, t_bias, at, rows, columns, C)
-        acc += r
+        row, column, head, batch = tiles.bias_share(i, row_block, column_block, bias_head, bias_batch, T, S, C)
+        if not tiles.bias_tile_is_hidden(tile_status, row, column, head, batch, T, S, C):
+            t0 = row * BLOCK_T
+            s0 = column * BLOCK_S
+            kv_head = head // C.group
+            rows = (t0 + tl.arange(0, BLOCK_T))[:, None]
+            at = (batch, head, T, S, t0, s0)
+            columns = (s0 + tl.arange(0, BLOCK_S))[None, :]
+            q = tiles.load_rows(query, C.layout.query, batch, head, t0, T, BLOCK_T, True)
+            do = tiles.load_rows(d_output, C.layout.d_output, batch, head, t0, T, BLOCK_T, True)
+            tq = tiles.load_rows(t_query, C.layout.t_query, batch, head, t0, T, BLOCK_T, True)
+            k = tiles.load_rows(key, C.layout.key, batch, kv_head, s0, S, BLOCK_S, True)
+            v = tiles.load_rows(value, C.layout.value, batch, kv_head, s0, S, BLOCK_S, True)
+            tk = tiles.load_rows(t_key, C.layout.t_key, batch, kv_head, s0, S, BLOCK_S, True)
+            tv = tiles.load_rows(t_value, C.layout.t_value, batch, kv_head, s0, S, BLOCK_S, True)
+            log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
+            tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
+            row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
+            mean = tiles.load_optional_column(t_lse, C.layout.t_lse, batch, head, T, rows)
+            w = tiles.load_column(row_term, C.layout.row_term, batch, head, T, rows)
+            x = tiles.capped(tiles.product(q, tl.trans(k), C), C)
+            p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, True)
+            z = product_tangent(q, k, tq, tk, C)
+            dp = None if mean is None else tiles.product(do, tl.trans(v), C)
+            b = None if tv is None else tiles.product(do, tl.trans(tv), C)
+            e, dz, rz, r = gradients(p, x, z, dp, b, row_delta, mean, w, t_bias, at, rows, columns, C)
+            acc += r
     tiles.store_bias(g_bias, C.layout.g_bias, row_block, column_block, bias_head, bias_batch, T, S, acc, C)

@@ -8,7 +8,8 @@ from jttt.kernels import tiles
 
 @triton.jit
 def forward_kernel(query, key, value, bias, sinks, key_start, key_end, query_segments, key_segments, mask,
-                   block_list, block_counts, T, S, output, lse, C: tl.constexpr):
+                   block_list, block_counts, T, S, output, lse, lse_tail, C: tl.constexpr):
+    """lse_tail is None where there is no bias: with one, scores may be too large for lse to hold."""
     BLOCK_T: tl.constexpr = C.blocks.queries
     BLOCK_S: tl.constexpr = C.blocks.keys
     block, head, batch = tiles.program(tl.cdiv(T, BLOCK_T), C.layout.query.heads, C.band.right is not None)
@@ -21,7 +22,7 @@ def forward_kernel(query, key, value, bias, sinks, key_start, key_end, query_seg
     peak = tl.full([BLOCK_T], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_T], tl.float32)
     if sinks is not None:
-        sink = tiles.load_column(sinks, C.layout.sinks, batch, head, 1, 0).to(tl.float32) * tiles.LOG2E
+        sink = tiles.load_column(sinks, C.layout.sinks, batch, head, 1, 0).to(tl.float32) * tiles.unit(C)
         peak = tl.maximum(peak, sink)
         total = tl.where(peak == float("-inf"), 0.0, 1.0)
 
@@ -40,8 +41,8 @@ def forward_kernel(query, key, value, bias, sinks, key_start, key_end, query_seg
             new_peak = tl.maximum(peak, tl.max(scores, 1))
             # A row that has seen nothing yet has peak −∞, and −∞ − −∞ is NaN.
             shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            p = tl.exp2(scores - shift[:, None])
-            decay = tl.exp2(peak - shift)
+            p = tiles.exponential(scores - shift[:, None], C)
+            decay = tiles.exponential(peak - shift, C)
             total = total * decay + tl.sum(p, 1)
             acc = tiles.product(p, v, C, acc * decay[:, None])
             peak = new_peak
@@ -49,5 +50,10 @@ def forward_kernel(query, key, value, bias, sinks, key_start, key_end, query_seg
     empty = total == 0
     total = tl.where(empty, 1.0, total)
     tiles.store_rows(output, C.layout.output, batch, head, t0, T, BLOCK_T, acc / total[:, None])
-    natural = tl.where(empty, float("-inf"), (peak + tl.log2(total)) * tiles.LN2)
-    tiles.store_column(lse, C.layout.lse, batch, head, T, t0 + tl.arange(0, BLOCK_T), natural)
+    peak = peak / tiles.unit(C)
+    log_total = tl.log2(total) * tiles.LN2
+    log_sum = tl.where(empty, float("-inf"), peak + log_total)
+    tiles.store_column(lse, C.layout.lse, batch, head, T, t0 + tl.arange(0, BLOCK_T), log_sum)
+    if lse_tail is not None:
+        tail = tl.where(empty, 0.0, (peak - log_sum) + log_total)
+        tiles.store_column(lse_tail, C.layout.lse_tail, batch, head, T, t0 + tl.arange(0, BLOCK_T), tail)

@@ -26,11 +26,11 @@ import triton
 from jttt import masks
 from jttt.kernels import backward, blocks, double_backward, forward
 from jttt.kernels.config import ArrayLayouts, Blocks, KernelConfig, Layout
-from jttt.spec import AttentionSpec
+from jttt.spec import AttentionSpec, Band
 
 # {pass: [(kernel, what one program has a block of, its outputs)]}
 KERNELS: dict[str, list[tuple[Any, str, tuple[str, ...]]]] = {
-    "forward": [(forward.forward_kernel, "queries", ("output", "lse"))],
+    "forward": [(forward.forward_kernel, "queries", ("output", "lse", "lse_tail"))],
     "backward": [(backward.d_query_kernel, "queries", ("d_query",)),
                  (backward.d_key_value_kernel, "keys", ("d_key", "d_value")),
                  (backward.d_bias_kernel, "bias", ("d_bias",))],
@@ -40,7 +40,7 @@ KERNELS: dict[str, list[tuple[Any, str, tuple[str, ...]]]] = {
                         (double_backward.g_bias_kernel, "bias", ("g_bias",))],
 }
 
-_PER_ROW = ("lse", "delta", "row_term")
+_PER_ROW = ("lse", "lse_tail", "delta", "row_term")
 _PER_POSITION = ("key_start", "key_end", "query_segments", "key_segments")
 
 
@@ -109,10 +109,14 @@ def launches(name: str, spec: AttentionSpec, operands: dict[str, Any], wanted: S
         dense = axis != "bias" and (bias is not None or hidden["mask"] is not None)
         blocks_ = cut or blocks.choose(kernel.__name__, max(H, E), query.dtype.itemsize, capability, dense)
         arrays = {array: operands.get(array) for array in kernel.arg_names if array not in (*made, "T", "S", "C")}
-        if axis != "bias" and any(x is not None for x in hidden.values()):
+        at_run_time = any(x is not None for x in hidden.values())
+        if at_run_time or (axis == "bias" and spec.band != Band()):
             status = masks.tile_status(spec.band, hidden, T, S, blocks_.queries, blocks_.keys)
-            status = status if axis == "queries" else jnp.swapaxes(status, -1, -2)
-            arrays["block_list"], arrays["block_counts"] = masks.block_list(status)
+            if axis == "bias":
+                arrays["tile_status"] = status.reshape((1,) * (len(batch) + 3 - status.ndim) + status.shape)
+            else:
+                status = status if axis == "queries" else jnp.swapaxes(status, -1, -2)
+                arrays["block_list"], arrays["block_counts"] = masks.block_list(status)
         layouts = {array: _layout(array, x.shape, batch) for array, x in (arrays | made).items() if x is not None}
         shared = batch[-1] if bias is not None and bias.shape[-4] < batch[-1] else 1
         config = KernelConfig(spec.scale, spec.band, spec.soft_cap, spec.precision, blocks_,
@@ -130,7 +134,7 @@ def _layout(array: str, shape: tuple[int, ...], batch: tuple[int, ...]) -> Layou
     if kind in ("bias", "mask"):
         heads, rows, columns = shape[-3:]
         return Layout(heads, rows=rows > 1, columns=columns > 1, batch=own_batch)
-    if kind in ("block_list", "block_counts"):
+    if kind in ("block_list", "block_counts", "tile_status"):
         return Layout(shape[-3], batch=own_batch)
     if kind in _PER_POSITION:
         return Layout(1, batch=own_batch)
@@ -191,7 +195,7 @@ class _HostTensor:
     """A numpy array that looks enough like a torch tensor for Triton's interpreter."""
 
     DTYPES: ClassVar = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "int32": "i32", "int64": "i64",
-                        "bool": "i1"}
+                        "int8": "i8", "bool": "i1"}
 
     def __init__(self, array: np.ndarray):
         self.array = array

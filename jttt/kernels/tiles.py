@@ -19,8 +19,19 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# The least finite score that is still finite in base two.
-LEAST_SCORE = tl.constexpr(-2.3e38)
+
+
+@triton.constexpr_function
+def unit(C):
+    """What scores and their log-sum-exp are multiplied by in registers. In base two an exponential is one
+    instruction; but a bias may be near the largest float there is, and then they stay as they are."""
+    return 1.4426950408889634 if C.layout.bias is None else 1.0
+
+
+@triton.jit
+def exponential(scores, C: tl.constexpr):
+    """exp of a difference of scores."""
+    return tl.exp2(scores * (LOG2E / unit(C)))
 
 
 @triton.jit
@@ -116,10 +127,10 @@ def load_optional_column(array, L: tl.constexpr, batch, head, length, rows):
 
 
 @triton.jit
-def load_lse(array, L: tl.constexpr, batch, head, length, rows):
-    """Log-sum-exp in base two, +∞ for a row that sees nothing or lies past `length`: P is then 0."""
+def load_lse(array, L: tl.constexpr, batch, head, length, rows, C: tl.constexpr):
+    """Log-sum-exp, +∞ for a row that sees nothing or lies past `length`: P is then 0."""
     lse = tl.load(column_pointers(array, L, batch, head, length, rows), mask=rows < length, other=float("-inf"))
-    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    return tl.where(lse == float("-inf"), float("inf"), lse * unit(C))
 
 
 @triton.jit
@@ -182,20 +193,21 @@ def capped(products, C: tl.constexpr):
 
 @triton.jit
 def scores(x, bias, at, rows, columns, C: tl.constexpr):
-    """Scores in base two: of the scaled and capped products, and the bias."""
-    if bias is None:
-        return x * ((C.scale if C.soft_cap is None else C.soft_cap) * LOG2E)
-    else:
-        s = x * (C.scale if C.soft_cap is None else C.soft_cap)
-        b = load_dense(bias, C.layout.bias, at, rows, columns).to(tl.float32)
-        # A finite bias stays finite: finfo.min is common in place of −∞.
-        return tl.where(b == float("-inf"), b, tl.maximum(s + b, LEAST_SCORE) * LOG2E)
+    """Scores: the scaled and capped products, and the bias."""
+    s = x * ((C.scale if C.soft_cap is None else C.soft_cap) * unit(C))
+    if bias is not None:
+        s += load_dense(bias, C.layout.bias, at, rows, columns).to(tl.float32)
+    return s
 
 
 @triton.jit
-def probabilities(x, lse, bias, hidden, at, rows, columns, C: tl.constexpr, MASKED: tl.constexpr):
-    """P from the base-two log-sum-exp; exactly 0 where masked, whatever the products hold."""
-    p = tl.exp2(scores(x, bias, at, rows, columns, C) - lse)
+def probabilities(x, lse, tail, bias, hidden, at, rows, columns, C: tl.constexpr, MASKED: tl.constexpr):
+    """P from the log-sum-exp and what rounding took off it (None: nothing that matters); exactly 0 where
+    masked, whatever the products hold."""
+    difference = scores(x, bias, at, rows, columns, C) - lse
+    if tail is not None:
+        difference -= tail
+    p = exponential(difference, C)
     if MASKED:
         p = tl.where(visible(hidden, at, rows, columns, C), p, 0.0)
     return p
@@ -323,6 +335,20 @@ def bias_program(T, S, C: tl.constexpr):
 
 
 @triton.jit
+def bias_tile_is_hidden(tile_status, row_block, column_block, head, batch, T, S, C: tl.constexpr):
+    """Whether nothing is visible in a tile, by `masks.tile_status`; None stands for no mask at all."""
+    if tile_status is None:
+        return False
+    else:
+        L: tl.constexpr = C.layout.tile_status
+        index = own_batch(batch, L) * L.heads
+        if L.heads > 1:
+            index += head
+        index = index * tl.cdiv(T, C.blocks.queries) + row_block
+        return tl.load(tile_status + index * tl.cdiv(S, C.blocks.keys) + column_block) == 0
+
+
+@triton.jit
 def bias_shares(T, S, C: tl.constexpr):
     """How many tiles of scores one tile of the bias was added to."""
     L: tl.constexpr = C.layout.bias
@@ -336,7 +362,7 @@ def bias_shares(T, S, C: tl.constexpr):
 
 @triton.jit
 def bias_share(i, row_block, column_block, head, batch, T, S, C: tl.constexpr):
-    """The i-th of these tiles: (first query, first key, head, batch of the launch)."""
+    """The i-th of these tiles: (block of rows, block of columns, head, batch of the launch)."""
     L: tl.constexpr = C.layout.bias
     if not L.rows:
         row_block = i % tl.cdiv(T, C.blocks.queries)
@@ -347,7 +373,7 @@ def bias_share(i, row_block, column_block, head, batch, T, S, C: tl.constexpr):
     if L.heads == 1:
         head = i % C.layout.query.heads
         i = i // C.layout.query.heads
-    return row_block * C.blocks.queries, column_block * C.blocks.keys, head, batch * C.bias_batch + i
+    return row_block, column_block, head, batch * C.bias_batch + i
 
 
 @triton.jit
@@ -363,6 +389,6 @@ def store_bias(array, L: tl.constexpr, row_block, column_block, head, batch, T, 
     if not L.columns:
         tile = tl.sum(tile, 1, keep_dims=True)
         columns = tl.zeros([1, 1], tl.int32)
-    pointers = dense_pointers(array, L, batch, head, t0, s0, rows, columns, T, S)
+    pointers = dense_pointers(array, L, batch * C.bias_batch, head, t0, s0, rows, columns, T, S)
     pointers = pointers + tl.zeros(tile.shape, tl.int32)
     tl.store(pointers, tile.to(array.dtype.element_ty), mask=(rows < T) & (columns < S))
