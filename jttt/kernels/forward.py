@@ -50,9 +50,8 @@ def forward_kernel(query, key, value, bias, sinks, key_start, key_end, query_seg
     empty = total == 0
     total = tl.where(empty, 1.0, total)
     tiles.store_rows(output, C.layout.output, batch, head, t0, T, BLOCK_T, acc / total[:, None])
-    peak = peak / tiles.unit(C)
-    log_total = tl.log2(total) * tiles.LN2
-    log_sum = tl.where(empty, float("-inf"), peak + log_total)
+    log_total = tl.log2(total) * (tiles.LN2 * tiles.unit(C))
+    log_sum = tl.where(empty, float("-inf"), (peak + log_total) * (1 / tiles.unit(C)))
     tiles.store_column(lse, C.layout.lse, batch, head, T, t0 + tl.arange(0, BLOCK_T), log_sum)
     if lse_tail is not None:
         tail = tl.where(empty, 0.0, (peak - log_sum) + log_total)
