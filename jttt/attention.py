@@ -148,14 +148,11 @@ def dot_product_attention(
     band = Band(right=0) if is_causal else Band()
     if local_window_size is not None:
         band &= Band(*_checked_window(local_window_size))
-    # Beyond T + S a limit or an offset changes nothing, and could overflow int32.
     offset = None
     if isinstance(query_offset, numbers.Integral):
         band = band.shifted(int(query_offset), T + S)
     else:
-        band = band.shifted(0, T + S)
         offset = _integers("query_offset", query_offset, (B,), has_batch, broadcast=True)
-        offset = jnp.clip(offset, -2 * (T + S), 2 * (T + S))
     limits = (key_start, key_end, query_seq_lengths, key_value_seq_lengths, offset)
     if any(limit is not None for limit in limits):
         key_start, key_end = masks.key_ranges(*limits[:4], band, offset, T, S)
@@ -254,7 +251,9 @@ def _integers(name: str, x: Any, shape: tuple[int, ...], has_batch: bool, broadc
     where query has none, and with `broadcast` axes of size one stay unexpanded."""
     if x is None:
         return None
-    x = jnp.asarray(x) if hasattr(x, "dtype") else jnp.asarray(x, jnp.int32)
+    plain, x = not hasattr(x, "dtype"), jnp.asarray(x)
+    if plain and jnp.issubdtype(x.dtype, jnp.signedinteger):
+        x = x.astype(jnp.int32)  # Python's integers are int64 where float64 is on.
     if x.dtype != jnp.int32:
         raise TypeError(f"{name} has dtype {x.dtype.name}: expected int32")
     least = 0 if broadcast else len(shape) - (not has_batch)

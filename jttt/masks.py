@@ -77,15 +77,22 @@ def key_ranges(start: jax.Array | None, end: jax.Array | None, query_lengths: ja
         ends.append(jnp.where(t < query_lengths[:, None], keys, 0))
     if offset is not None:
         if band.left is not None:
-            starts.append(t + offset[:, None] - band.left)
+            starts.append(t + _sum(offset, -band.left, queries + keys)[:, None])
         if band.right is not None:
-            ends.append(t + offset[:, None] + band.right + 1)
+            ends.append(t + _sum(offset, band.right, queries + keys)[:, None] + 1)
     start, end = starts[0], ends[0]
     for limit in starts[1:]:
         start = jnp.maximum(start, limit)
     for limit in ends[1:]:
         end = jnp.minimum(end, limit)
     return start.astype(jnp.int32), end.astype(jnp.int32)
+
+
+def _sum(offset: jax.Array, by: int, limit: int) -> jax.Array:
+    """offset + by, clipped to ±limit before it can overflow; further away nothing changes."""
+    least, most = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
+    by = max(-most, min(by, most))
+    return jnp.clip(offset, max(-limit - by, least), min(limit - by, most)) + by
 
 
 def summarise(mask: jax.Array) -> jax.Array:

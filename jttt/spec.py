@@ -26,7 +26,8 @@ class Band:
         return Band(min(lefts, default=None), min(rights, default=None))
 
     def shifted(self, offset: int, limit: int) -> Band:
-        """The rule for queries that stand at position t + offset, where no distance exceeds `limit`."""
+        """The rule for queries that stand at position t + offset, clipped to ±limit: distances beyond it do
+        not occur, and could overflow int32."""
         left = None if self.left is None else max(-limit, min(self.left - offset, limit))
         right = None if self.right is None else max(-limit, min(self.right + offset, limit))
         return Band(left, right)

@@ -93,7 +93,7 @@ REFUSED = [
      "query_segment_ids was None and key_value_segment_ids was given: expected both or neither"),
     (dict(query_segment_ids=zeros(B, S, dtype="int32"), key_value_segment_ids=zeros(B, S, dtype="int32")),
      ValueError, "query_segment_ids has shape [2, 6]: expected [B, length] = [2, 5]"),
-    (dict(logits_soft_cap=0), ValueError, "logits_soft_cap was 0: expected a number over 0, or None"),
+    (dict(logits_soft_cap=0), ValueError, "logits_soft_cap was 0: expected a number from 1e-30 to 1e30, or None"),
     (dict(logits_soft_cap=zeros()), ValueError, "logits_soft_cap was Array(0."),
     (dict(sinks=zeros(N, dtype="int32")), TypeError, "sinks has dtype int32: expected a floating dtype"),
     (dict(sinks=zeros(K)), ValueError, "sinks has shape [2]: expected [N] = [4]"),
