@@ -14,14 +14,16 @@ sharded along these is gathered, and a warning says so.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src.sharding_impls import ShardingContext, parse_flatten_op_sharding
+import numpy as np
+from jax._src.sharding_impls import SPMDAxisContext, parse_flatten_op_sharding
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
@@ -41,21 +43,26 @@ Label = str | int | None
 Labels = tuple[Label, ...]
 MeshAxes = tuple[str, ...]
 
+# An implementation of a pass, as `passes.py` calls it.
+Rule = Callable[..., list[jax.Array]]
+
 
 class PartitioningWarning(UserWarning):
     """Attention under jit gathers an operand, because it is sharded along an axis that cannot be divided."""
 
 
 class Axes:
-    """The labels of the axes of a pass's operands and results, from the operands by name."""
+    """The labels of the axes of a pass's operands and results, and which of them may be divided."""
 
-    def __init__(self, operands: dict[str, Any]):
+    def __init__(self, operands: dict[str, Any], results: dict[str, Any]):
         self.batch = len(operands["query"].shape) - 3
         self.heads, self.key_heads = operands["query"].shape[-2], operands["key"].shape[-2]
         self.sizes: dict[Label, int] = {}
         for array, x in operands.items():
             for label, size in zip(self._all(array), x.shape, strict=True):
                 self.sizes[label] = max(size, self.sizes.get(label, 1))
+        self.operands = {array: self.of(array, x.shape) for array, x in operands.items()}
+        self.results = {array: self.of(array, x.shape) for array, x in results.items()}
 
     def _all(self, array: str) -> Labels:
         letters = _AXES[kind(array)]
@@ -65,9 +72,14 @@ class Axes:
         return tuple(label if size == self.sizes[label] else None
                      for label, size in zip(self._all(array), shape, strict=True))
 
-    def divide(self, label: Label, shards: int) -> bool:
-        """Whether the axis can be cut into that many."""
-        return (isinstance(label, int) or label in ("T", "N", "K")) and self.sizes[label] % shards == 0
+    def divisible(self, communicates: bool) -> set[Label]:
+        """What shards may have parts of; if they cannot communicate, only what needs no sum and no shifted rule."""
+        labels = {*range(self.batch), "T", "N", "K"}
+        if not communicates:
+            for its in self.results.values():
+                labels &= {*its, "N", "K"} if "K" in its else {*its, "K"}
+            labels -= {"T"}
+        return labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,24 +91,21 @@ class Division:
     heads_share_key: bool
 
     @classmethod
-    def choose(cls, mesh: Mesh, axes: Axes, labels: Sequence[Labels], given: Sequence[Sequence[MeshAxes]]) -> Division:
-        """The first operand that is sharded along an axis decides for all."""
-        chosen: dict[Label, MeshAxes] = {}
-        for label, over in (pair for pairs in zip(labels, given, strict=True) for pair in zip(*pairs, strict=True)):
-            taken = {name for names in chosen.values() for name in names}
-            if over and label not in chosen and not taken & set(over) and axes.divide(label, _count(mesh, over)):
-                chosen[label] = over
-        heads, key_heads = chosen.get("N"), chosen.pop("K", None)
-        if axes.heads == axes.key_heads or not (heads or key_heads):
+    def choose(cls, mesh: Mesh, axes: Axes, given: Sequence[Sequence[MeshAxes]], communicates: bool) -> Division:
+        divisible = axes.divisible(communicates)
+        chosen = _agreed(axes, given, lambda label, over: (
+            label in divisible and axes.sizes[label] % _count(mesh, over) == 0))
+        heads = chosen.pop("N", None) or chosen.get("K")
+        chosen.pop("K", None)
+        if heads is None:
             return cls(mesh, chosen, False)
-        # Query heads go with their key head: shards have whole groups, or each a part of one.
-        chosen["N"] = heads or key_heads
-        shards, group = _count(mesh, chosen["N"]), axes.heads // axes.key_heads
+        # Query heads go with their key head: a shard has whole groups, or a part of one.
+        shards, group = _count(mesh, heads), axes.heads // axes.key_heads
         if axes.key_heads % shards == 0:
-            chosen["K"] = chosen["N"]
-        elif group % (axes.heads // shards):
-            del chosen["N"]
-        return cls(mesh, chosen, "N" in chosen and "K" not in chosen)
+            return cls(mesh, chosen | dict(N=heads, K=heads), False)
+        if communicates and group % (axes.heads // shards) == 0:
+            return cls(mesh, chosen | dict(N=heads), True)
+        return cls(mesh, chosen, False)
 
     def sharding(self, labels: Labels) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec(*(self.by_label.get(label) for label in labels)))
@@ -120,73 +129,91 @@ def plain_arrays() -> use_abstract_mesh:
     return use_abstract_mesh(AbstractMesh((), ()))
 
 
-def is_possible(context: Any) -> bool:
-    """Whether a program that is being lowered is divided by the compiler: not under `jax.shard_map`, where each device
-    has its part already, and not in a program that is exported, which would have to call back here."""
+def mesh_to_divide(context: Any) -> tuple[Mesh | None, bool]:
+    """The devices over which the compiler may divide what is lowered in `context`, and whether they can communicate.
+
+    None inside a `jax.shard_map` over all axes, where each device has its part already; and in a program for export,
+    which could not call back here: there a kernel's operands are gathered. Under a `jax.shard_map` over some axes
+    the others are divided, but collectives would not know their numbers.
+    """
     devices = context.axis_context
-    return (isinstance(devices, ShardingContext) and devices.num_devices > 1 and devices.abstract_mesh is not None
-            and not context.lowering_parameters.for_export)
+    if context.lowering_parameters.for_export:
+        return None, False
+    if isinstance(devices, SPMDAxisContext):
+        manual = [name in devices.manual_axes for name in devices.mesh.axis_names]
+        names = [name for name, is_manual in zip(devices.mesh.axis_names, manual, strict=True) if not is_manual]
+        rest = devices.mesh.devices[tuple(0 if is_manual else slice(None) for is_manual in manual)]
+        return (Mesh(rest, names) if names else None), False
+    if devices.num_devices == 1 or devices.abstract_mesh is None:
+        return None, False
+    shape = devices.abstract_mesh
+    return Mesh(np.array(devices.device_assignment).reshape(shape.axis_sizes), shape.axis_names), True
 
 
-def divided(rule: Callable[..., list[jax.Array]], arrays: Sequence[jax.Array], outputs: Sequence[Any], *,
-            spec: AttentionSpec, operands: tuple[str, ...], wanted: tuple[str, ...], **params) -> list[jax.Array]:
+def divided(rule: Rule, outputs: Sequence[Any], communicates: bool, *arrays: jax.Array, spec: AttentionSpec,
+            operands: tuple[str, ...], wanted: tuple[str, ...], **params) -> list[jax.Array]:
     """`rule(*arrays, spec=…, …)`, the pass, by shards that are chosen once the compiler has spread the shardings.
 
     `outputs` have the shapes and dtypes of what it returns.
     """
-    axes = Axes(dict(zip(operands, arrays, strict=True)))
-    labels = [axes.of(array, x.shape) for array, x in zip(operands, arrays, strict=True)]
-    made = [axes.of(array, x.shape) for array, x in zip(wanted, outputs, strict=True)]
+    axes = Axes(dict(zip(operands, arrays, strict=True)), dict(zip(wanted, outputs, strict=True)))
 
     def whole(*arrays):
         return rule(*arrays, spec=spec, operands=operands, wanted=wanted, **params)
 
     def partition(mesh: Mesh, arguments: Sequence[Any], _):
         given = [_mesh_axes(x, mesh) for x in arguments]
-        division = Division.choose(mesh, axes, labels, given)
-        _warn(division, operands, labels, given)
-        own = dataclasses.replace(spec, partial=spec.partial or any(map(division.summed, made)))
+        division = Division.choose(mesh, axes, given, communicates)
+        _warn(division, axes, given)
 
         def shard(*arrays):
-            local, local_spec = dict(zip(operands, arrays, strict=True)), own
-            if division.shards("T") > 1:
-                local, local_spec = _at_own_queries(local, local_spec, division, axes.sizes)
-            if division.heads_share_key:
-                head = division.index("N") * (axes.heads // division.shards("N")) // (axes.heads // axes.key_heads)
-                local |= {array: jax.lax.dynamic_slice_in_dim(x, head, 1, axis=-2)
-                          for array, x in local.items() if kind(array) in ("key", "value")}
-            results = rule(*local.values(), spec=local_spec, operands=tuple(local), wanted=wanted, **params)
-            if division.heads_share_key:
-                results = [jnp.zeros((*x.shape[:-2], axes.key_heads, x.shape[-1]), x.dtype).at[..., head, :].set(
-                    x[..., 0, :]) if kind(array) in ("key", "value") else x
-                    for array, x in zip(wanted, results, strict=True)]
-            results = [jax.lax.psum(x, division.summed(its)) if division.summed(its) else x
-                       for x, its in zip(results, made, strict=True)]
-            return [x.astype(output.dtype) for x, output in zip(results, outputs, strict=True)]
-
-        def plain_shard(*arrays):
             with plain_arrays():
-                return shard(*arrays)
+                results = _run_shard(rule, division, axes, dict(zip(operands, arrays, strict=True)), spec, **params)
+            return [results[array].astype(output.dtype) for array, output in zip(wanted, outputs, strict=True)]
 
-        return mesh, plain_shard, [division.sharding(its) for its in made], tuple(division.sharding(its) for its in labels)
+        return (mesh, shard, [division.sharding(its) for its in axes.results.values()],
+                tuple(division.sharding(its) for its in axes.operands.values()))
 
     function = custom_partitioning(whole)
-    function.def_partition(partition, decode_shardings=False, sharding_rule=_propagation(labels, made))
+    function.def_partition(partition, decode_shardings=False, sharding_rule=_propagation(axes))
     return function(*arrays)
+
+
+def _run_shard(rule: Rule, division: Division, axes: Axes, operands: dict[str, jax.Array], spec: AttentionSpec,
+               **params) -> dict[str, jax.Array]:
+    """The results of one shard, by name, sums over shards being complete."""
+    sums = {array: division.summed(its) for array, its in axes.results.items()}
+    spec = dataclasses.replace(spec, partial=spec.partial or any(sums.values()))
+    if division.shards("T") > 1:
+        operands, spec = _at_own_queries(operands, spec, division, axes.sizes)
+    if division.heads_share_key:
+        head = division.index("N") * axes.key_heads // division.shards("N")
+        operands = {array: jax.lax.dynamic_slice_in_dim(x, head, 1, axis=-2) if kind(array) in ("key", "value") else x
+                    for array, x in operands.items()}
+    results = rule(*operands.values(), spec=spec, operands=tuple(operands), wanted=tuple(sums), **params)
+    results = dict(zip(sums, results, strict=True))
+    for array, over in sums.items():
+        if division.heads_share_key and kind(array) in ("key", "value"):
+            is_own = jnp.arange(axes.key_heads)[:, None] == head
+            results[array] = jnp.where(is_own, results[array], 0)
+        if over:
+            results[array] = jax.lax.psum(results[array], over)
+    return results
 
 
 def _count(mesh: Mesh, names: MeshAxes) -> int:
     return math.prod(mesh.shape[name] for name in names)
 
 
-def _propagation(labels: Sequence[Labels], made: Sequence[Labels]) -> SdyShardingRule:
+def _propagation(axes: Axes) -> SdyShardingRule:
     """Along which axes the compiler may spread a sharding: those with the same label."""
-    alone = iter(range(sum(map(len, (*labels, *made)))))
+    alone = itertools.count()
 
     def factor(label: Label) -> str:
         return label if isinstance(label, str) else f"one{next(alone)}" if label is None else f"batch{label}"
 
-    operands, results = (tuple(ArrayMapping(*map(factor, its)) for its in group) for group in (labels, made))
+    operands, results = (tuple(ArrayMapping(*map(factor, its)) for its in group.values())
+                         for group in (axes.operands, axes.results))
     return SdyShardingRule(operands, results)
 
 
@@ -196,18 +223,21 @@ def _mesh_axes(argument: Any, mesh: Mesh) -> list[MeshAxes]:
         partitions = parse_flatten_op_sharding(argument.sharding._to_xla_hlo_sharding(argument.ndim), mesh)[0]
     except (ValueError, NotImplementedError):
         partitions = PartitionSpec()
+    return _names(partitions, argument.ndim)
+
+
+def _names(partitions: PartitionSpec, ndim: int) -> list[MeshAxes]:
     names = [() if x is None else (x,) if isinstance(x, str) else tuple(x) for x in partitions]
-    return names + [()] * (argument.ndim - len(names))
+    return names + [()] * (ndim - len(names))
 
 
-def _warn(division: Division, operands: Sequence[str], labels: Sequence[Labels],
-          given: Sequence[Sequence[MeshAxes]]) -> None:
+def _warn(division: Division, axes: Axes, given: Sequence[Sequence[MeshAxes]]) -> None:
     """Says which operands are gathered, and why."""
     gathered = []
-    for array, its, over in zip(operands, labels, given, strict=True):
+    for (array, its), over in zip(axes.operands.items(), given, strict=True):
         for label, names in zip(its, over, strict=True):
             lost = [name for name in names if name not in division.by_label.get(label, ())]
-            if lost and label is not None:
+            if lost:
                 along = "batch" if isinstance(label, int) else _WORDS.get(label, "tiles")
                 gathered.append((label, f"{array} along its {along} (mesh axis {', '.join(lost)})"))
     if gathered:
@@ -234,21 +264,31 @@ def _at_own_queries(local: dict[str, jax.Array], spec: AttentionSpec, division: 
     return local | dict(key_start=start, key_end=end), dataclasses.replace(spec, band=Band())
 
 
-def explicit(operands: dict[str, Any], wanted: Sequence[str], outputs: Sequence[Any]) -> list[PartitionSpec]:
-    """How results are sharded where shardings are part of the types: as what they are the gradient or tangent of,
-    and output and log-sum-exp as query."""
-    axes = Axes(operands)
-    chosen: dict[Label, Any] = {}
-    for array, x in operands.items():
-        for label, over in zip(axes.of(array, x.shape), x.sharding.spec, strict=True):
-            chosen[label] = chosen.get(label) or over
+def explicit(operands: dict[str, Any], results: dict[str, Any]) -> list[PartitionSpec]:
+    """How results are sharded where shardings are part of the types: as that which they are the gradient or tangent
+    of; output and log-sum-exp as query."""
+    axes = Axes(operands, results)
+    given = {array: _names(x.sharding.spec, x.ndim) for array, x in operands.items()}
+    chosen = _agreed(axes, given.values(), lambda label, over: True)
+    divisible = axes.divisible(communicates=True)
     specs = []
-    for array, output in zip(wanted, outputs, strict=True):
-        labels = axes.of(array, output.shape)
-        like = operands.get(kind(array))
-        if like is None:
-            specs.append(PartitionSpec(*(chosen[label] if axes.divide(label, 1) else None for label in labels)))
+    for array, its in axes.results.items():
+        if kind(array) in given:
+            own = zip(its, axes.operands[kind(array)], given[kind(array)], strict=True)
+            over_each = [over if label == same else chosen.get(label) for label, same, over in own]
         else:
-            specs.append(PartitionSpec(*(over if size == full else chosen.get(label) for over, size, full, label in zip(
-                like.sharding.spec, like.shape, output.shape, labels, strict=True))))
+            over_each = [chosen.get(label) if label in divisible else None for label in its]
+        specs.append(PartitionSpec(*(over or None for over in over_each)))
     return specs
+
+
+def _agreed(axes: Axes, given: Iterable[Sequence[MeshAxes]], fits: Callable[[Label, MeshAxes], bool]
+            ) -> dict[Label, MeshAxes]:
+    """The mesh axes along each label; the first operand that is sharded along it decides for all."""
+    chosen: dict[Label, MeshAxes] = {}
+    for its, over_each in zip(axes.operands.values(), given, strict=True):
+        for label, over in zip(its, over_each, strict=True):
+            taken = {name for names in chosen.values() for name in names}
+            if over and label is not None and label not in chosen and not taken & set(over) and fits(label, over):
+                chosen[label] = over
+    return chosen

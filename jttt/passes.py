@@ -10,6 +10,7 @@ several devices each do of a pass is in `partition.py`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Sequence
@@ -124,13 +125,9 @@ def _lower_rule(ctx: mlir.LoweringRuleContext, rule, *args, **params):
     """An implementation as part of the program: it sees plain arrays, those of one device under a `jax.shard_map`."""
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ctx.avals_out]
     plain = ctx.replace(avals_in=[jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in])
-
-    def function(*arrays, **params):
-        if partition.is_possible(ctx.module_context):
-            return partition.divided(rule, arrays, outputs, **params)
-        return rule(*arrays, **params)
-
-    with partition.plain_arrays():
+    mesh, communicates = partition.mesh_to_divide(ctx.module_context)
+    with partition.plain_arrays(), mesh or contextlib.nullcontext():
+        function = rule if mesh is None else functools.partial(partition.divided, rule, outputs, communicates)
         results = mlir.lower_fun(function, multiple_results=True)(plain, *args, **params)
     return [lower_with_sharding_in_types(ctx, x, aval) for x, aval in zip(results, ctx.avals_out, strict=True)]
 
@@ -144,9 +141,10 @@ def _abstract(*avals, operands, wanted, **params):
     mesh = by_name["query"].sharding.mesh
     if mesh.empty:
         return [jax.core.ShapedArray(x.shape, x.dtype) for x in outputs]
+    specs = partition.explicit(by_name, dict(zip(wanted, outputs, strict=True)))
     varies = ManualAxisType(varying=_varying(*avals))
     return [jax.core.ShapedArray(x.shape, x.dtype, sharding=NamedSharding(mesh, spec), manual_axis_type=varies)
-            for x, spec in zip(outputs, partition.explicit(by_name, wanted, outputs), strict=True)]
+            for x, spec in zip(outputs, specs, strict=True)]
 
 
 def _varying(*avals) -> frozenset[str]:
