@@ -163,11 +163,11 @@ def dot_product_attention(
         scale=float(scale), band=band, soft_cap=_checked_soft_cap(logits_soft_cap),
         precision=_PRECISIONS.get(jax.config.jax_default_matmul_precision, "tf32x3"),
         implementation=implementation)
-    output, lse, _ = derivatives.attention(spec, dict(
+    made = derivatives.attention(spec, dict(
         query=query, key=key, value=value, bias=bias, sinks=sinks,
         key_start=key_start, key_end=key_end, query_segments=query_segments, key_segments=key_segments,
         mask=mask, mask_summary=None if mask is None else masks.summarise(mask)))
-    lse = jnp.swapaxes(lse, -1, -2)
+    output, lse = made["output"], jnp.swapaxes(made["lse"], -1, -2)
     if not has_batch:
         output, lse = output[0], lse[0]
     return (output, lse) if return_residual else output
