@@ -64,6 +64,20 @@ def interprets_triton() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+def check_cuda() -> None:
+    """Raises where kernels for CUDA cannot be made in this process, whatever the machine."""
+    if interprets_triton():
+        raise RuntimeError(
+            "TRITON_INTERPRET was 1, but the computation is lowered for CUDA: Triton's interpreter makes no "
+            "programs and runs on the CPU alone. Expected TRITON_INTERPRET unset before Python starts, a "
+            "computation on the CPU, or implementation='xla'.")
+    if not _makes_cuda_calls():
+        raise RuntimeError(
+            "JAX's CUDA plugin is not installed, but the computation is lowered for CUDA: expected "
+            "`pip install 'jax[cuda13]'` (or cuda12); no GPU is needed to lower. implementation='xla' needs "
+            "no plugin.")
+
+
 @functools.cache
 def _triton_is_installed() -> bool:
     try:
@@ -71,6 +85,14 @@ def _triton_is_installed() -> bool:
     except ImportError:
         return False
     return True
+
+
+@functools.cache
+def _makes_cuda_calls() -> bool:
+    """Whether jax-triton finds the part of JAX's CUDA plugin that it makes its calls with."""
+    from jaxlib import gpu_triton
+
+    return hasattr(gpu_triton, "TritonKernel")
 
 
 @functools.cache
@@ -117,6 +139,8 @@ def _lower(ctx: mlir.LoweringRuleContext, *args, spec: AttentionSpec, **params):
             "expected an NVIDIA GPU of compute capability 8.0 or newer with jax-triton installed, or "
             "TRITON_INTERPRET=1 in the environment before Python starts. implementation=None chooses "
             "what can run.")
+    if takes_kernels and "cuda" in platforms:
+        check_cuda()
     rule = _with_kernels if takes_kernels else _with_reference
     return _lower_rule(ctx, rule, *args, spec=spec, **params)
 

@@ -190,9 +190,10 @@ def backward(spec: AttentionSpec, *, query, key, value, lse, d_output, delta, ls
     return results if bias is None else results | dict(d_bias=att.as_bias(ds, bias))
 
 
-def tangent(spec: AttentionSpec, *, query, key, value, output, lse, d_output, delta, lse_tail=None, bias=None,
-            sinks=None, t_query=None, t_key=None, t_value=None, t_bias=None, t_sinks=None, **hidden) -> Results:
-    """First pass of order two: t_output, t_lse, row_term.
+def tangent(spec: AttentionSpec, *, query, key, value, output, lse, d_output=None, delta=None, lse_tail=None,
+            bias=None, sinks=None, t_query=None, t_key=None, t_value=None, t_bias=None, t_sinks=None, **hidden
+            ) -> Results:
+    """Forward mode, and first pass of order two: t_output, t_lse, and row_term if there is a d_output.
 
     t_output and t_lse are the tangents of output and log-sum-exp along the direction, hence the
     gradients at order two of d_output and of the log-sum-exp's cotangent. row_term is w of the
@@ -213,8 +214,10 @@ def tangent(spec: AttentionSpec, *, query, key, value, output, lse, d_output, de
     if t_value is not None:
         t_output += att.over_keys(p, t_value)
     t_output -= _rows(t_lse) * output
-    row_term = jnp.swapaxes(jnp.sum(d_output * t_output, axis=-1), -1, -2) - t_lse * delta
-    return dict(t_output=att.stored(t_output), t_lse=t_lse, row_term=row_term)
+    results = dict(t_output=att.stored(t_output), t_lse=t_lse)
+    if d_output is not None:
+        results["row_term"] = jnp.swapaxes(jnp.sum(d_output * t_output, axis=-1), -1, -2) - t_lse * delta
+    return results
 
 
 def double_backward(spec: AttentionSpec, *, query, key, value, lse, d_output, delta, row_term, t_lse=None,

@@ -24,7 +24,7 @@ import jax_triton
 import triton
 
 from jttt import masks
-from jttt.kernels import backward, blocks, double_backward, forward
+from jttt.kernels import backward, blocks, cost, double_backward, forward
 from jttt.kernels.config import ArrayLayouts, Blocks, KernelConfig, Layout
 from jttt.spec import AttentionSpec, Band, kind
 
@@ -157,11 +157,13 @@ def _batch_axes(shape: tuple[int, ...], batch: tuple[int, ...]) -> tuple[tuple[i
 
 def call(launch: Launch) -> dict[str, jax.Array]:
     """Runs a kernel where the computation is lowered for CUDA; returns its outputs by name."""
-    cut = launch.config.blocks
+    cut, name = launch.config.blocks, launch.kernel.__name__
+    arrays = {array: x for array, x in launch.arguments.items() if hasattr(x, "dtype")} | launch.outputs
     results = jax_triton.triton_call(
         **launch.arguments, kernel=launch.kernel, out_type=tuple(launch.outputs.values()),
-        grid=(launch.programs,), name=f"jttt_{launch.kernel.__name__}", num_warps=cut.warps,
-        num_stages=cut.stages, compute_capability=launch.capability)
+        grid=(launch.programs,), name=f"jttt_{name}", num_warps=cut.warps, num_stages=cut.stages,
+        compute_capability=launch.capability,
+        cost_estimate=cost.estimate(name, arrays, launch.config.band, cut, launch.batch))
     return dict(zip(launch.outputs, results, strict=True))
 
 
