@@ -17,7 +17,7 @@ import dataclasses
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -42,6 +42,9 @@ _WORDS = {"T": "queries", "S": "keys", "N": "heads", "K": "heads", "H": "width",
 Label = str | int | None
 Labels = tuple[Label, ...]
 MeshAxes = tuple[str, ...]
+
+# The mesh axes along each axis of each operand.
+Given = dict[str, list[MeshAxes]]
 
 # An implementation of a pass, as `passes.py` calls it.
 Rule = Callable[..., list[jax.Array]]
@@ -91,7 +94,7 @@ class Division:
     heads_share_key: bool
 
     @classmethod
-    def choose(cls, mesh: Mesh, axes: Axes, given: Sequence[Sequence[MeshAxes]], communicates: bool) -> Division:
+    def choose(cls, mesh: Mesh, axes: Axes, given: Given, communicates: bool) -> Division:
         divisible = axes.divisible(communicates)
         chosen = _agreed(axes, given, lambda label, over: (
             label in divisible and axes.sizes[label] % _count(mesh, over) == 0))
@@ -150,8 +153,8 @@ def mesh_to_divide(context: Any) -> tuple[Mesh | None, bool]:
     return Mesh(np.array(devices.device_assignment).reshape(shape.axis_sizes), shape.axis_names), True
 
 
-def divided(rule: Rule, outputs: Sequence[Any], communicates: bool, *arrays: jax.Array, spec: AttentionSpec,
-            operands: tuple[str, ...], wanted: tuple[str, ...], **params) -> list[jax.Array]:
+def divided(rule: Rule, outputs: Sequence[Any], mesh: Mesh, communicates: bool, *arrays: jax.Array,
+            spec: AttentionSpec, operands: tuple[str, ...], wanted: tuple[str, ...], **params) -> list[jax.Array]:
     """`rule(*arrays, spec=…, …)`, the pass, by shards that are chosen once the compiler has spread the shardings.
 
     `outputs` have the shapes and dtypes of what it returns.
@@ -161,8 +164,8 @@ def divided(rule: Rule, outputs: Sequence[Any], communicates: bool, *arrays: jax
     def whole(*arrays):
         return rule(*arrays, spec=spec, operands=operands, wanted=wanted, **params)
 
-    def partition(mesh: Mesh, arguments: Sequence[Any], _):
-        given = [_mesh_axes(x, mesh) for x in arguments]
+    def partition(_mesh, arguments: Sequence[Any], _results):
+        given = {array: _mesh_axes(x, mesh) for array, x in zip(operands, arguments, strict=True)}
         division = Division.choose(mesh, axes, given, communicates)
         _warn(division, axes, given)
 
@@ -231,11 +234,11 @@ def _names(partitions: PartitionSpec, ndim: int) -> list[MeshAxes]:
     return names + [()] * (ndim - len(names))
 
 
-def _warn(division: Division, axes: Axes, given: Sequence[Sequence[MeshAxes]]) -> None:
+def _warn(division: Division, axes: Axes, given: Given) -> None:
     """Says which operands are gathered, and why."""
     gathered = []
-    for (array, its), over in zip(axes.operands.items(), given, strict=True):
-        for label, names in zip(its, over, strict=True):
+    for array, its in axes.operands.items():
+        for label, names in zip(its, given[array], strict=True):
             lost = [name for name in names if name not in division.by_label.get(label, ())]
             if lost:
                 along = "batch" if isinstance(label, int) else _WORDS.get(label, "tiles")
@@ -269,7 +272,7 @@ def explicit(operands: dict[str, Any], results: dict[str, Any]) -> list[Partitio
     of; output and log-sum-exp as query."""
     axes = Axes(operands, results)
     given = {array: _names(x.sharding.spec, x.ndim) for array, x in operands.items()}
-    chosen = _agreed(axes, given.values(), lambda label, over: True)
+    chosen = _agreed(axes, given, lambda label, over: True)
     divisible = axes.divisible(communicates=True)
     specs = []
     for array, its in axes.results.items():
@@ -282,12 +285,11 @@ def explicit(operands: dict[str, Any], results: dict[str, Any]) -> list[Partitio
     return specs
 
 
-def _agreed(axes: Axes, given: Iterable[Sequence[MeshAxes]], fits: Callable[[Label, MeshAxes], bool]
-            ) -> dict[Label, MeshAxes]:
-    """The mesh axes along each label; the first operand that is sharded along it decides for all."""
+def _agreed(axes: Axes, given: Given, fits: Callable[[Label, MeshAxes], bool]) -> dict[Label, MeshAxes]:
+    """The mesh axes along each label: query's where it is sharded along it, else those of the first that is."""
     chosen: dict[Label, MeshAxes] = {}
-    for its, over_each in zip(axes.operands.values(), given, strict=True):
-        for label, over in zip(its, over_each, strict=True):
+    for array in sorted(axes.operands, key=lambda array: array != "query"):
+        for label, over in zip(axes.operands[array], given[array], strict=True):
             taken = {name for names in chosen.values() for name in names}
             if over and label is not None and label not in chosen and not taken & set(over) and fits(label, over):
                 chosen[label] = over

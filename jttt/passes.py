@@ -10,7 +10,6 @@ several devices each do of a pass is in `partition.py`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 from collections.abc import Sequence
@@ -150,8 +149,8 @@ def _lower_rule(ctx: mlir.LoweringRuleContext, rule, *args, **params):
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ctx.avals_out]
     plain = ctx.replace(avals_in=[jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in])
     mesh, communicates = partition.mesh_to_divide(ctx.module_context)
-    with partition.plain_arrays(), mesh or contextlib.nullcontext():
-        function = rule if mesh is None else functools.partial(partition.divided, rule, outputs, communicates)
+    function = rule if mesh is None else functools.partial(partition.divided, rule, outputs, mesh, communicates)
+    with partition.plain_arrays():
         results = mlir.lower_fun(function, multiple_results=True)(plain, *args, **params)
     return [lower_with_sharding_in_types(ctx, x, aval) for x, aval in zip(results, ctx.avals_out, strict=True)]
 
