@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
 
 from jttt import reference
-from jttt.spec import AttentionSpec
+from jttt.spec import AttentionSpec, Implementation
 
 
 def run(name: str, spec: AttentionSpec, operands: dict[str, jax.Array | None], wanted: Sequence[str]
@@ -89,19 +89,23 @@ def _batch_shape(operands: dict[str, jax.Array]) -> tuple[int, ...]:
     return jnp.broadcast_shapes(*(x.shape[:axes] for x in operands.values()))
 
 
-def _lower(ctx: mlir.LoweringRuleContext, *args, spec: AttentionSpec, **params):
+def takes_kernels(ctx: mlir.LoweringRuleContext, implementation: Implementation | None) -> bool:
+    """Whether a pass that is being lowered becomes kernels; an error if it must and cannot."""
     platforms = ctx.platforms or ctx.module_context.platforms
-    takes_kernels = (spec.implementation != "xla" and all(map(runs_triton, platforms))
-                     and all(x.dtype != jnp.float64 for x in ctx.avals_in))
-    if spec.implementation == "triton" and interprets_triton():
-        takes_kernels = True
-    if spec.implementation == "triton" and not takes_kernels:
+    if implementation == "triton" and interprets_triton():
+        return True
+    can = all(map(runs_triton, platforms)) and all(x.dtype != jnp.float64 for x in ctx.avals_in)
+    if implementation == "triton" and not can:
         raise ValueError(
             f"implementation was 'triton', but the computation is lowered for {', '.join(platforms)}: "
             "expected an NVIDIA GPU of compute capability 8.0 or newer with jax-triton installed, or "
             "TRITON_INTERPRET=1 in the environment before Python starts. implementation=None chooses "
             "what can run.")
-    rule = _with_kernels if takes_kernels else _with_reference
+    return can and implementation != "xla"
+
+
+def _lower(ctx: mlir.LoweringRuleContext, *args, spec: AttentionSpec, **params):
+    rule = _with_kernels if takes_kernels(ctx, spec.implementation) else _with_reference
     return mlir.lower_fun(rule, multiple_results=True)(ctx, *args, spec=spec, **params)
 
 
