@@ -68,14 +68,12 @@ def blocks(name: str, width: int, itemsize: int) -> tuple[int, int, dict[str, in
     if itemsize == 4:
         size = 32 if width <= 64 else 16
     cut = dict(queries=size, keys=size)
-    warps, stages = (4, 2) if width <= 64 else (8, 2)
+    stages = 2
     if name in ("tangent", "g_query", "g_key_value"):  # They hold and stream twice as many tiles.
-        if width > 64:
-            stages = 1
+        stages = 2 if width <= 64 else 1
+        if width > 64 or name == "g_key_value":
             cut["keys" if KERNELS[name][1] == "queries" else "queries"] = max(16, size // 2)
-        elif name == "g_key_value":
-            warps = 8
-    return cut["queries"], cut["keys"], dict(num_warps=warps, num_stages=stages)
+    return cut["queries"], cut["keys"], dict(num_warps=4 if width <= 64 else 8, num_stages=stages)
 
 
 # Tiles
