@@ -166,8 +166,8 @@ for capability, width in ((80, 128), (90, 64)):
 
 
 def count_passes(function, *arrays):
-    """The passes of a jaxpr by name, of the modes and of the main path; and how many arrays of T×S it makes
-    outside of them."""
+    """The passes of a jaxpr by name, of the modes and of the main path; and how many arrays of T×S it computes
+    outside of them. (A broadcast zero stands for the cotangent of P that nothing reads.)"""
     T, S = arrays[0].shape[-3], arrays[1].shape[-3]
     names, square = [], 0
 
@@ -178,7 +178,7 @@ def count_passes(function, *arrays):
                      if hasattr(x, "eqns")]
             if equation.primitive.name in ("attention_pass", "attention_mode_pass"):
                 names.append(equation.params["name"])
-            elif not inner:
+            elif not inner and equation.primitive.name != "broadcast_in_dim":
                 square += sum(x.aval.shape[-2:] == (T, S) for x in equation.outvars)
             for x in inner:
                 visit(getattr(x, "jaxpr", x))
@@ -200,13 +200,12 @@ def test_who_carries_out_each_mode():
     names = {mode: names for mode, (names, _) in made.items()}
     assert names["recompute"] == ["forward"]
     assert names["save_p"] == ["forward"]
-    assert names["save_p_triton_bwd"] == ["forward", "d_value"]
+    assert names["save_p_triton_bwd"] == ["forward", "d_value", "d_value"]
     backward = ["row_sum", "d_query", "d_key", "d_value"]
     assert names["save_p_triton_full"] == ["forward", *backward, "tangent", "g_key_value", "g_query", *backward]
-    assert made["flash"][1] == 0
-    # Only the zero that stands for the cotangent of P, which nothing reads.
-    assert made["save_p_triton_full"][1] <= 1
-    assert made["recompute"][1] > 1 and made["save_p"][1] > 1
+    squares = {mode: squares for mode, (_, squares) in made.items()}
+    assert squares["flash"] == squares["save_p_triton_full"] == 0
+    assert all(squares[mode] > 5 for mode in ("recompute", "save_p", "save_p_triton_bwd"))
 
 
 def test_kernels_run_on_cuda_alone_unless_named(monkeypatch):
