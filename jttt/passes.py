@@ -40,7 +40,7 @@ def run(name: str, spec: AttentionSpec, operands: dict[str, jax.Array | None], w
 
 def runs_triton(platform: str) -> bool:
     """Whether a computation lowered for `platform` runs Triton kernels unless told otherwise."""
-    return platform == "cuda" and _triton_is_installed() and _compute_capability() >= 80
+    return platform == "cuda" and _triton_is_installed() and compute_capability() >= 80
 
 
 def interprets_triton() -> bool:
@@ -58,7 +58,7 @@ def _triton_is_installed() -> bool:
 
 
 @functools.cache
-def _compute_capability() -> int:
+def compute_capability() -> int:
     """Of the first CUDA device, or 90 where a program is exported without one: 8.6 gives 86."""
     try:
         device = jax.devices("cuda")[0]
@@ -80,7 +80,7 @@ def _with_kernels(*arrays, name, spec, operands, wanted) -> list[jax.Array]:
     from jttt import kernels  # Triton takes a second to import and is not installed everywhere.
 
     by_name = dict(zip(operands, arrays, strict=True))
-    results = kernels.run(name, spec, by_name, wanted, _batch_shape(by_name), _compute_capability())
+    results = kernels.run(name, spec, by_name, wanted, _batch_shape(by_name), compute_capability())
     return [results[key] for key in wanted]
 
 

@@ -34,14 +34,15 @@ class Config:
     E: int
 
 
-def run(name: str, spec: AttentionSpec, operands: dict[str, jax.Array], made: dict[str, jax.ShapeDtypeStruct]
-        ) -> dict[str, jax.Array]:
+def run(name: str, spec: AttentionSpec, operands: dict[str, jax.Array], made: dict[str, jax.ShapeDtypeStruct],
+        capability: int) -> dict[str, jax.Array]:
     """Runs the kernel of pass `name`; returns its outputs, whose shapes are `made`, by name."""
     kernel, arguments, outputs, programs, options = plan(name, spec, operands, made)
     if interpreter.has(kernel):
         return interpreter.run(kernel, programs, arguments, outputs)
-    results = jax_triton.triton_call(**arguments, kernel=kernel, out_type=tuple(outputs.values()), grid=(programs,),
-                                     name=f"jttt_modes_{kernel.__name__}", **options)
+    results = jax_triton.triton_call(
+        **arguments, kernel=kernel, out_type=tuple(outputs.values()), grid=(programs,),
+        name=f"jttt_modes_{kernel.__name__}", compute_capability=capability, **options)
     return dict(zip(outputs, results, strict=True))
 
 
