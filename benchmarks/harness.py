@@ -99,20 +99,22 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def time_launches(
-    launch: Callable, input_sets: Sequence[tuple], *, iters: int, warmup: int, repeats: int
+    launch: Callable, input_sets: Sequence[tuple], *, iters: int, warmup: int, repeats: int,
+    wait: Callable[[list], Any] = jax.block_until_ready,
 ) -> list[float]:
     """Milliseconds per launch in each of `repeats` batches of `iters` launches.
 
     Launches of a batch go out back to back, each on the next set of inputs, and the host waits
     once, at the batch's end: the device works as it would inside a training loop, and the cost
     of a launch hides behind the work before it. It waits for every launch, not only the last,
-    since a CPU may run them out of order; so a batch holds the outputs of all its launches.
+    since a CPU may run them out of order; so a batch holds the outputs of all its launches. `wait`
+    does so, for what is not JAX's.
     """
     inputs = itertools.cycle(input_sets)
 
     def batch(launches: int) -> float:
         start = time.perf_counter()
-        jax.block_until_ready([launch(*next(inputs)) for _ in range(launches)])
+        wait([launch(*next(inputs)) for _ in range(launches)])
         return time.perf_counter() - start
 
     batch(warmup)
@@ -149,11 +151,11 @@ def select_device(name: str) -> jax.Device:
 
 def describe_run(module: str, argv: Sequence[str], device: jax.Device) -> Record:
     """What someone needs to know, or to repeat, a run: the head of every results file."""
-    packages = ("jax", "jaxlib", "triton", "jax-triton")
+    packages = ("jax", "jaxlib", "triton", "jax-triton", "torch", "tokamax")
     return {
         "device": device.device_kind,
         "platform": device.platform,
-        "versions": {"python": sys.version.split()[0]} | {p: _version(p) for p in packages},
+        "versions": {"python": sys.version.split()[0]} | {p: v for p in packages if (v := _version(p))},
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", module, *argv]),
     }

@@ -75,15 +75,19 @@ def draw(case: Case, key: Array, letters: str = "qkv") -> tuple[Array, ...]:
 
 
 def rotating_inputs(case: Case, seed: int) -> list[Inputs]:
-    """Enough sets of random inputs that a launch does not find its own still in cache.
+    """Enough sets of random inputs that a launch does not find its own still in cache."""
+    return [draw(case, key) for key in jax.random.split(jax.random.key(seed), rotation(case))]
+
+
+def rotation(case: Case) -> int:
+    """How many sets of inputs that takes.
 
     There are at least two, and at most 64: sets so small that even 64 fit in a cache belong to
     launches whose time is latency, not memory.
     """
     numbers = math.prod(case.shape) + 2 * math.prod(case.key_shape)
     set_bytes = numbers * jnp.dtype(case.dtype).itemsize
-    count = min(max(2, math.ceil(_ROTATION_BYTES / set_bytes)), 64)
-    return [draw(case, key) for key in jax.random.split(jax.random.key(seed), count)]
+    return min(max(2, math.ceil(_ROTATION_BYTES / set_bytes)), 64)
 
 
 def _triton(query: Array, key: Array, value: Array, *, causal: bool) -> Array:
