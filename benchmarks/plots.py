@@ -7,7 +7,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from benchmarks.harness import Record
 
@@ -41,7 +41,7 @@ def draw_times(axes: Axes, rows: Sequence[Record]) -> None:
     for mode, points in _by_mode(rows).items():
         axes.errorbar([row["t"] for row in points], [row["mean_ms"] for row in points],
                       yerr=[row["deviation_ms"] for row in points], capsize=2, **_style(mode))
-    _logarithmic(axes, rows)
+    _logarithmic(axes, rows, ticks=(1, 2, 5))
 
 
 def draw_speedups(axes: Axes, rows: Sequence[Record]) -> None:
@@ -52,7 +52,7 @@ def draw_speedups(axes: Axes, rows: Sequence[Record]) -> None:
     for mode, points in by_mode.items():
         both = [row for row in points if row["t"] in math]
         axes.plot([row["t"] for row in both], [math[row["t"]] / row["median_ms"] for row in both], **_style(mode))
-    _logarithmic(axes, rows)
+    _logarithmic(axes, rows, ticks=(1, 1.5, 2, 3, 5, 7))
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -65,6 +65,7 @@ def save(figure: Figure, path: Path) -> None:
 
 def _panels(run: Record, rows: Sequence[Record], draw: Callable[[Axes, Sequence[Record]], None]) -> Figure:
     figure = Figure(figsize=(10, 4.6), layout="constrained")
+    figure.get_layout_engine().set(wspace=0.04)
     panels = figure.subplots(1, 2, sharey=True)
     for axes, causal in zip(panels, (False, True), strict=True):
         axes.set_title("causal" if causal else "not causal", fontsize=10)
@@ -94,15 +95,15 @@ def _style(mode: str) -> Record:
     return {"label": mode, "color": colour, "linestyle": line, "marker": marker, "markersize": 5, "linewidth": 1.5}
 
 
-def _logarithmic(axes: Axes, rows: Sequence[Record]) -> None:
+def _logarithmic(axes: Axes, rows: Sequence[Record], ticks: Sequence[float]) -> None:
+    """Both axes, with plain numbers: the lengths there are, and `ticks` of each decade."""
     lengths = sorted({row["t"] for row in rows})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("sequence length (tokens)")
     axes.set_xticks(lengths, [str(t) for t in lengths])
     axes.xaxis.set_minor_locator(NullLocator())
-    # Plain numbers, and enough of them where an axis spans less than a decade or two.
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_locator(LogLocator(subs=ticks))
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(color="#dddddd", linewidth=0.6)
