@@ -39,7 +39,7 @@ def errors(case: Case, implementations: list[str], seed: int) -> Iterator[Record
     Beside it stands the ratio to the error of `xla` in the same dtype, or None where that is not
     among the implementations: half precision has errors of its own, and this says what ours adds.
     """
-    arrays = draw(case, jax.random.key(seed), count=7)
+    arrays = draw(case, jax.random.key(seed), "qkvqqkv")
     exact = _exact_derivatives(case, arrays)
     measured = {
         name: _relative_errors(jax.jit(derivatives(attention_of(name, case)))(*arrays), exact)
@@ -98,6 +98,8 @@ def plain_attention(query: Array, key: Array, value: Array, *, causal: bool) -> 
 
     `jax.nn.dot_product_attention` cannot be the reference: its softmax is float32 always.
     """
+    group = query.shape[2] // key.shape[2]
+    key, value = jnp.repeat(key, group, axis=2), jnp.repeat(value, group, axis=2)
     scores = jnp.einsum("btnh,bsnh->bnts", query, key) / math.sqrt(query.shape[-1])
     if causal:
         visible = jnp.tri(query.shape[1], key.shape[1], dtype=bool)

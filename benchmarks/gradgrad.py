@@ -2,7 +2,8 @@
 
     python -m benchmarks.gradgrad                                          # on a GPU
     python -m benchmarks.gradgrad --t 65536 --implementations triton       # one long sequence
-    python -m benchmarks.gradgrad --t 128 --n 2 --h 64 --iters 2           # a try-out on a CPU
+    python -m benchmarks.gradgrad --t 2048 --bwd_mode all                  # beside the other backwards
+    python -m benchmarks.gradgrad --t 128 --h 2 --d 64 --iters 2           # a try-out on a CPU
 
 With attention(q, k, v) of standard normal inputs, the three passes are
 
@@ -14,6 +15,9 @@ each under one jit, with all of its outputs returned. Implementations, side by s
 
     triton   jttt.dot_product_attention(..., implementation="triton")
     xla      jax.nn.dot_product_attention(..., implementation="xla")
+
+and, with --bwd_mode, the other backwards of jttt.modes, by their names, in the place of triton
+(which is the mode flash).
 
 The first table has medians over --repeats batches of --iters launches, the distance between
 the quartiles (a smaller difference is noise), TFLOP/s by the operations that the algorithm
@@ -27,8 +31,7 @@ import functools
 import sys
 from collections.abc import Sequence
 
-import jax
-
+import jttt.modes
 from benchmarks import accuracy, harness, workload
 from benchmarks.harness import Record
 from benchmarks.workload import Case
@@ -38,14 +41,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures what the flags ask for, saves it after every cell, and prints the tables."""
     argv = sys.argv[1:] if argv is None else argv
     parser = build_parser()
-    flags = parser.parse_args(argv)
-    try:
-        device = harness.select_device(flags.device)
-    except RuntimeError as error:
-        parser.error(f"argument --device: {error}")
-    implementations = [
-        name for name in flags.implementations if is_runnable(name, flags.dtype, device)
-    ]
+    flags, device = harness.parse(parser, argv)
+    modes = map(workload.implementation_of, flags.bwd_mode)
+    asked = [*(modes if "triton" in flags.implementations else ()),
+             *(name for name in flags.implementations if name != "triton")]
+    implementations = workload.runnable(asked, harness.DTYPES[flags.dtype], device)
     if not implementations:
         parser.error(f"argument --implementations: none of those asked for runs on {device}")
 
@@ -60,10 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def list_tasks(flags: argparse.Namespace, implementations: list[str]) -> list[harness.Task]:
     """Every cell of the run, implementations side by side, and then the comparisons."""
-    cases = [
-        Case(b=flags.b, t=t, n=flags.n, h=flags.h, dtype=flags.dtype, causal=flags.causal)
-        for t in flags.t
-    ]
+    cases = workload.cases(flags, flags.causal)
     tasks = [
         harness.Task(
             "results",
@@ -85,17 +82,6 @@ def list_tasks(flags: argparse.Namespace, implementations: list[str]) -> list[ha
             for case in dict.fromkeys(map(accuracy.reduced, cases))
         ]
     return tasks
-
-
-def is_runnable(implementation: str, dtype: str, device: jax.Device) -> bool:
-    """Whether an implementation can be timed on `device`; says why if it cannot."""
-    if implementation == "triton" and device.platform != "gpu":
-        print(f"triton: skipped, it needs an NVIDIA GPU and this is {device}")
-        return False
-    if implementation == "xla" and dtype == "float16" and device.platform == "cpu":
-        print("xla: skipped, jax.nn.dot_product_attention has no float16 on a CPU")
-        return False
-    return True
 
 
 def measure_cell(
@@ -183,29 +169,19 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    problem = parser.add_argument_group("problem", "query, key and value are [B, T, N, H]")
-    count = harness.positive_int
-    problem.add_argument("--b", type=count, default=1, help="batch size (default 1)")
-    problem.add_argument(
-        "--t", type=harness.comma_separated(count), default=[1024, 4096, 8192],
-        metavar="T,T,...", help="sequence lengths (default 1024,4096,8192)",
-    )
-    problem.add_argument("--n", type=count, default=16, help="heads (default 16)")
-    problem.add_argument("--h", type=count, default=128, help="width of a head (default 128)")
-    problem.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16",
-        help="dtype of query, key and value (default bfloat16); in float32 on a GPU, xla's "
-        "products are tf32 unless JAX_DEFAULT_MATMUL_PRECISION says otherwise",
-    )
+    problem = harness.add_problem_flags(parser, h=16, t=(1024, 4096, 8192), d=128, dtype="bf16")
     problem.add_argument(
         "--causal", action=argparse.BooleanOptionalAction, default=True,
         help="whether a query sees only keys up to its own position (default --causal)",
     )
     measured = parser.add_argument_group("measured")
     measured.add_argument(
-        "--implementations", type=harness.comma_separated(implementation_name),
-        default=list(workload.IMPLEMENTATIONS), metavar="NAME,...",
-        help="which to run: triton, xla or both (default triton,xla); triton is skipped on a CPU",
+        "--implementations", type=harness.one_of("triton", "xla"), default=["triton", "xla"],
+        metavar="NAME,...", help="which to run: triton, xla or both (default triton,xla)",
+    )
+    measured.add_argument(
+        "--bwd_mode", type=harness.one_of(*jttt.modes.BWD_MODES), default=["flash"], metavar="MODE,...",
+        help=f"which backwards of triton: {', '.join(jttt.modes.BWD_MODES)}, or all (default flash)",
     )
     measured.add_argument(
         "--errors", action=argparse.BooleanOptionalAction, default=True,
@@ -213,14 +189,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     harness.add_run_flags(parser)
     return parser
-
-
-def implementation_name(text: str) -> str:
-    """A known implementation's name, for `argparse`."""
-    if text not in workload.IMPLEMENTATIONS:
-        known = ", ".join(workload.IMPLEMENTATIONS)
-        raise argparse.ArgumentTypeError(f"unknown implementation {text!r}, known are {known}")
-    return text
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What masks cost, and what they save: each pass under one mask beside the same pass under another.
 
     python -m benchmarks.masks                    # on a GPU; writes benchmarks/results/masks-<device>.json
-    python -m benchmarks.masks --scale 0.03 --iters 1 --repeats 1     # a try-out on a CPU
+    python -m benchmarks.masks --scale 0.03 --iters 1 --repeats 1     # a try-out on a CPU, on plain formulas
 
 Two comparisons, on random data, medians of one run:
 
@@ -16,7 +16,6 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -72,9 +71,9 @@ def comparisons(scale: float) -> Iterator[tuple[str, tuple[int, int, int, int], 
         "mask": ({}, {"mask": visible})}
 
 
-def inputs(shape: tuple[int, int, int, int], sets: int) -> list[tuple[jax.Array, ...]]:
+def inputs(shape: tuple[int, int, int, int], sets: int, seed: int) -> list[tuple[jax.Array, ...]]:
     T, S, N, H = shape
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng(seed)
     lengths = (T, S, S, T, T, S, S)
     return [tuple(jnp.asarray(generator.standard_normal((1, length, N, H), np.float32), jnp.bfloat16)
                   for length in lengths) for _ in range(sets)]
@@ -84,34 +83,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.masks", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the lengths (default: 1)")
-    parser.add_argument("--iters", type=int, default=10, help="launches between synchronisations (default: 10)")
-    parser.add_argument("--repeats", type=int, default=7, help="medians are of so many (default: 7)")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
-    arguments = parser.parse_args()
-    device = jax.devices()[0]
+    harness.add_run_flags(parser, warmup=2)
+    arguments, device = harness.parse(parser, sys.argv[1:])
     report: dict[str, Any] = harness.describe_run("benchmarks.masks", sys.argv[1:], device) | {"results": []}
 
-    rows = []
-    for comparison, shape, variants in comparisons(arguments.scale):
-        sets = inputs(shape, 2)
-        for name in PASSES:
-            measured = {}
-            for variant, (static, arrays) in variants.items():
-                attention = functools.partial(dot_product_attention, **static)
-                measured[variant] = harness.measure(
-                    pass_of(name, attention), [(arrays, *x) for x in sets], iters=arguments.iters, warmup=2,
-                    repeats=arguments.repeats)
-            base = next(iter(measured.values())).milliseconds
-            for variant, x in measured.items():
-                report["results"].append({
-                    "comparison": comparison, "shape": shape, "variant": variant, "pass": name,
-                    "milliseconds": x.milliseconds, "spread": x.spread, "ratio": x.milliseconds / base})
-                rows.append([comparison, name, variant, f"{x.milliseconds:.3f}", f"{x.spread:.3f}",
-                             f"{x.milliseconds / base:.3f}"])
-    print(harness.format_table(["comparison", "pass", "variant", "ms", "spread", "ratio"], rows))
+    def measured(comparison: str, shape: tuple[int, int, int, int], variants: dict, name: str) -> Iterator[dict]:
+        sets, base = inputs(shape, 2, arguments.seed), None
+        for variant, (static, arrays) in variants.items():
+            attention = functools.partial(dot_product_attention, **static)
+            x = harness.measure(pass_of(name, attention), [(arrays, *x) for x in sets], iters=arguments.iters,
+                                warmup=arguments.warmup, repeats=arguments.repeats)
+            base = base or x.milliseconds
+            yield {"comparison": comparison, "shape": shape, "variant": variant, "pass": name,
+                   "milliseconds": x.milliseconds, "spread": x.spread, "ratio": x.milliseconds / base}
+
+    tasks = [harness.Task("results", f"{comparison} {name}",
+                          functools.partial(measured, comparison, shape, variants, name))
+             for comparison, shape, variants in comparisons(arguments.scale) for name in PASSES]
     out = arguments.out or harness.default_out("masks", device)
-    if out:
-        harness.save_json(out, report)
+    harness.run(tasks, report, out, device)
+    print(harness.format_table(["comparison", "pass", "variant", "ms", "spread", "ratio"], [
+        [row["comparison"], row["pass"], row["variant"], f"{row['milliseconds']:.3f}", f"{row['spread']:.3f}",
+         f"{row['ratio']:.3f}"] for row in report["results"]]))
 
 
 if __name__ == "__main__":

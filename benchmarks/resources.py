@@ -95,9 +95,17 @@ def launch_of(kernel: str, width: int, dtype: Any, capability: int, *, causal: b
 
 def compile_resources(planned: launch.Launch) -> tuple[int, int, int]:
     """Compiles a launch for its capability: (registers, spilled, shared)."""
+    cut = planned.config.blocks
+    return compile_kernel(planned.kernel, planned.arguments, planned.outputs, planned.capability,
+                          dict(num_warps=cut.warps, num_stages=cut.stages))
+
+
+def compile_kernel(kernel: Any, arguments: dict[str, Any], outputs: dict[str, Any], capability: int,
+                   options: dict[str, int]) -> tuple[int, int, int]:
+    """Compiles a kernel for arrays of these shapes and dtypes: (registers, spilled, shared)."""
     signature, constants = {}, {}
-    for name in planned.kernel.arg_names:
-        argument = planned.outputs.get(name, planned.arguments.get(name))
+    for name in kernel.arg_names:
+        argument = outputs.get(name, arguments.get(name))
         if name == "C" or argument is None:
             signature[name], constants[name] = "constexpr", argument
         elif isinstance(argument, int):
@@ -105,11 +113,9 @@ def compile_resources(planned: launch.Launch) -> tuple[int, int, int]:
         else:
             signature[name] = "*" + _TRITON_TYPES[jnp.dtype(argument.dtype).name]
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
-    source = ASTSource(planned.kernel, signature, constants, aligned)
-    cut = planned.config.blocks
-    compiled = triton.compile(source, target=GPUTarget("cuda", planned.capability, 32),
-                              options=dict(num_warps=cut.warps, num_stages=cut.stages))
-    return *_ptxas(compiled.asm["ptx"], planned.capability), compiled.metadata.shared
+    source = ASTSource(kernel, signature, constants, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return *_ptxas(compiled.asm["ptx"], capability), compiled.metadata.shared
 
 
 def measure(kernel: str, width: int, itemsize: int, capability: int) -> Resources:

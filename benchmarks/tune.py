@@ -1,7 +1,7 @@
 """Times block sizes of one kernel after another on this GPU, to write `jttt/kernels/blocks.py` by.
 
     python -m benchmarks.tune                                     # every kernel at widths 64 and 128
-    python -m benchmarks.tune --kernels d_query_kernel --widths 128 --dtype bfloat16 --out tune.json
+    python -m benchmarks.tune --kernels d_query_kernel --d 128 --dtype bf16 --out tune.json
 
 Candidates are compiled side by side in worker processes; those that spill more than --spill bytes a
 thread or ask for more shared memory than a program can have are named and not run. The rest are
@@ -121,10 +121,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", default=",".join(PRODUCTS), help="comma-separated (default: all)")
-    parser.add_argument("--widths", default="64,128", help="head widths (default: 64,128)")
-    parser.add_argument("--dtype", default="bfloat16", help="default: bfloat16")
+    parser.add_argument("--d", default="64,128", help="widths of a head (default: 64,128)")
+    parser.add_argument("--dtype", choices=harness.DTYPES, default="bf16", help="default: bf16")
     parser.add_argument("--b", type=int, default=1, help="batch (default: 1)")
-    parser.add_argument("--n", type=int, default=16, help="heads (default: 16)")
+    parser.add_argument("--h", type=int, default=16, help="heads (default: 16)")
     parser.add_argument("--t", type=int, default=8192, help="length (default: 8192)")
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--spill", type=int, default=200, help="most spilled bytes to time (default: 200)")
@@ -134,9 +134,9 @@ def main() -> None:
     arguments = parser.parse_args()
 
     capability = int(jax.devices("cuda")[0].compute_capability.replace(".", ""))
-    problems = [Problem(kernel, int(width), arguments.dtype, arguments.b, arguments.n, arguments.t,
+    problems = [Problem(kernel, int(width), harness.DTYPES[arguments.dtype], arguments.b, arguments.h, arguments.t,
                         arguments.causal, capability)
-                for width in arguments.widths.split(",") for kernel in arguments.kernels.split(",")]
+                for width in arguments.d.split(",") for kernel in arguments.kernels.split(",")]
     rows: list[dict[str, Any]] = []
     # Workers compile for the GPU but must not touch it.
     os.environ["JAX_PLATFORMS"] = "cpu"

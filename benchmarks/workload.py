@@ -1,15 +1,17 @@
 """What is measured: attention problems, the passes over them, and the work each must do."""
 
+import argparse
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-import jttt
+import jttt.modes
+from benchmarks import harness
 
 Attention = Callable[[Array, Array, Array], Array]
 Inputs = tuple[Array, Array, Array]
@@ -26,6 +28,7 @@ class Case:
       b: batch size.
       t: tokens, as queries and as keys.
       n: heads.
+      k: key heads.
       h: width of a head.
       dtype: name of the dtype of query, key and value.
       causal: whether a query sees only the keys up to its own position.
@@ -34,14 +37,20 @@ class Case:
     b: int
     t: int
     n: int
+    k: int
     h: int
     dtype: str
     causal: bool
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Shape of query, key, value and output."""
+        """Shape of query and output."""
         return self.b, self.t, self.n, self.h
+
+    @property
+    def key_shape(self) -> tuple[int, int, int, int]:
+        """Shape of key and value."""
+        return self.b, self.t, self.k, self.h
 
     def describe(self) -> dict[str, object]:
         """The problem as it appears in a results file."""
@@ -50,22 +59,35 @@ class Case:
         return {"shape": sizes, "dtype": dtype, "causal": causal}
 
 
-@functools.partial(jax.jit, static_argnames=("case", "count"))
-def draw(case: Case, key: Array, count: int = 3) -> tuple[Array, ...]:
-    """`count` arrays of standard normal values: query, key and value, unless more are wanted."""
-    keys = jax.random.split(key, count)
-    return tuple(jax.random.normal(each, case.shape).astype(case.dtype) for each in keys)
+def cases(flags: argparse.Namespace, causal: bool) -> list[Case]:
+    """The problems that the flags of `harness.add_problem_flags` ask for, one for each length."""
+    return [Case(b=flags.b, t=t, n=flags.h, k=flags.k or flags.h, h=flags.d,
+                 dtype=harness.DTYPES[flags.dtype], causal=causal) for t in flags.t]
+
+
+@functools.partial(jax.jit, static_argnames=("case", "letters"))
+def draw(case: Case, key: Array, letters: str = "qkv") -> tuple[Array, ...]:
+    """An array of standard normal values for each letter: of query's shape for q, else of key's."""
+    keys = jax.random.split(key, len(letters))
+    shapes = [case.shape if letter == "q" else case.key_shape for letter in letters]
+    return tuple(jax.random.normal(each, shape).astype(case.dtype)
+                 for each, shape in zip(keys, shapes, strict=True))
 
 
 def rotating_inputs(case: Case, seed: int) -> list[Inputs]:
-    """Enough sets of random inputs that a launch does not find its own still in cache.
+    """Enough sets of random inputs that a launch does not find its own still in cache."""
+    return [draw(case, key) for key in jax.random.split(jax.random.key(seed), rotation(case))]
+
+
+def rotation(case: Case) -> int:
+    """How many sets of inputs that takes.
 
     There are at least two, and at most 64: sets so small that even 64 fit in a cache belong to
     launches whose time is latency, not memory.
     """
-    set_bytes = 3 * math.prod(case.shape) * jnp.dtype(case.dtype).itemsize
-    count = min(max(2, math.ceil(_ROTATION_BYTES / set_bytes)), 64)
-    return [draw(case, key) for key in jax.random.split(jax.random.key(seed), count)]
+    numbers = math.prod(case.shape) + 2 * math.prod(case.key_shape)
+    set_bytes = numbers * jnp.dtype(case.dtype).itemsize
+    return min(max(2, math.ceil(_ROTATION_BYTES / set_bytes)), 64)
 
 
 def _triton(query: Array, key: Array, value: Array, *, causal: bool) -> Array:
@@ -79,7 +101,48 @@ def _xla(query: Array, key: Array, value: Array, *, causal: bool) -> Array:
     )
 
 
-IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {"triton": _triton, "xla": _xla}
+def _plain(query: Array, key: Array, value: Array, *, causal: bool) -> Array:
+    return jttt.dot_product_attention(query, key, value, is_causal=causal, implementation="xla")
+
+
+def _cudnn(query: Array, key: Array, value: Array, *, causal: bool) -> Array:
+    return jax.nn.dot_product_attention(
+        query, key, value, is_causal=causal, implementation="cudnn"
+    )
+
+
+def _mode(bwd_mode: str) -> Callable[..., Array]:
+    def attend(query: Array, key: Array, value: Array, *, causal: bool) -> Array:
+        return jttt.modes.dot_product_attention(
+            query, key, value, is_causal=causal, bwd_mode=bwd_mode, implementation="triton"
+        )
+
+    return attend
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
+    "triton": _triton, "xla": _xla, "plain": _plain, "cudnn": _cudnn,
+} | {bwd_mode: _mode(bwd_mode) for bwd_mode in jttt.modes.BWD_MODES if bwd_mode != "flash"}
+
+
+def implementation_of(bwd_mode: str) -> str:
+    """The name in `IMPLEMENTATIONS` of a mode of the backward; "flash" is jttt itself."""
+    return "triton" if bwd_mode == "flash" else bwd_mode
+
+
+def runnable(names: Sequence[str], dtype: str, device: jax.Device) -> list[str]:
+    """Those of the implementations that `device` can run; says which it skips or replaces, and why."""
+    chosen = []
+    for name in names:
+        if name == "xla" and dtype == "float16" and device.platform == "cpu":
+            print("xla: jax.nn.dot_product_attention has no float16 on a CPU; the plain formulas of jttt run in its "
+                  "place, as plain")
+            name = "plain"
+        if name not in ("xla", "plain") and device.platform != "gpu":
+            print(f"{name}: skipped, it needs an NVIDIA GPU and this is {device}")
+        else:
+            chosen.append(name)
+    return chosen
 
 
 def attention_of(implementation: str, case: Case) -> Attention:

@@ -12,16 +12,11 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jttt import derivatives, masks, passes
-from jttt.spec import AttentionSpec, Band, Implementation, Precision
+from jttt.spec import AttentionSpec, Band, Implementation, default_precision
 
 MAX_WIDTH = 256
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
-
-# What `jax.default_matmul_precision` asks for; anything else keeps float32 products accurate.
-_PRECISIONS: dict[str | None, Precision] = {
-    "tensorfloat32": "tf32", "bfloat16": "tf32", "float32": "ieee", "highest": "ieee",
-}
 
 
 @overload
@@ -161,7 +156,7 @@ def dot_product_attention(
 
     spec = AttentionSpec(
         scale=float(scale), band=band, soft_cap=_checked_soft_cap(logits_soft_cap),
-        precision=_PRECISIONS.get(jax.config.jax_default_matmul_precision, "tf32x3"),
+        precision=default_precision(),
         implementation=implementation)
     # Before any rule of derivatives, so that what one device takes from all gets the gradients of all.
     inputs = passes.varying_alike(dict(

@@ -23,7 +23,7 @@ from jax.interpreters import batching, mlir, xla
 from jax.sharding import ManualAxisType, NamedSharding
 
 from jttt import partition, reference
-from jttt.spec import AttentionSpec
+from jttt.spec import AttentionSpec, Implementation
 
 
 def run(name: str, spec: AttentionSpec, operands: dict[str, jax.Array | None], wanted: Sequence[str]
@@ -55,7 +55,7 @@ def varying_alike(arrays: dict[str, jax.Array | None]) -> dict[str, jax.Array | 
 
 def runs_triton(platform: str) -> bool:
     """Whether a computation lowered for `platform` runs Triton kernels unless told otherwise."""
-    return platform == "cuda" and _triton_is_installed() and _compute_capability() >= 80
+    return platform == "cuda" and _triton_is_installed() and compute_capability() >= 80
 
 
 def interprets_triton() -> bool:
@@ -95,7 +95,7 @@ def _makes_cuda_calls() -> bool:
 
 
 @functools.cache
-def _compute_capability() -> int:
+def compute_capability() -> int:
     """Of the first CUDA device, or 90 where a program is exported without one: 8.6 gives 86."""
     try:
         device = jax.devices("cuda")[0]
@@ -117,7 +117,7 @@ def _with_kernels(*arrays, name, spec, operands, wanted) -> list[jax.Array]:
     from jttt import kernels  # Triton takes a second to import and is not installed everywhere.
 
     by_name = dict(zip(operands, arrays, strict=True))
-    results = kernels.run(name, spec, by_name, wanted, _batch_shape(by_name), _compute_capability())
+    results = kernels.run(name, spec, by_name, wanted, _batch_shape(by_name), compute_capability())
     return [results[key] for key in wanted]
 
 
@@ -126,21 +126,26 @@ def _batch_shape(operands: dict[str, jax.Array]) -> tuple[int, ...]:
     return jnp.broadcast_shapes(*(x.shape[:axes] for x in operands.values()))
 
 
-def _lower(ctx: mlir.LoweringRuleContext, *args, spec: AttentionSpec, **params):
+def takes_kernels(ctx: mlir.LoweringRuleContext, implementation: Implementation | None) -> bool:
+    """Whether a pass that is being lowered becomes kernels; an error if it must and cannot."""
     platforms = ctx.platforms or ctx.module_context.platforms
-    takes_kernels = (spec.implementation != "xla" and all(map(runs_triton, platforms))
-                     and all(x.dtype != jnp.float64 for x in ctx.avals_in))
-    if spec.implementation == "triton" and interprets_triton():
-        takes_kernels = True
-    if spec.implementation == "triton" and not takes_kernels:
+    if implementation == "triton" and interprets_triton():
+        return True
+    can = all(map(runs_triton, platforms)) and all(x.dtype != jnp.float64 for x in ctx.avals_in)
+    if implementation == "triton" and not can:
         raise ValueError(
             f"implementation was 'triton', but the computation is lowered for {', '.join(platforms)}: "
             "expected an NVIDIA GPU of compute capability 8.0 or newer with jax-triton installed, or "
             "TRITON_INTERPRET=1 in the environment before Python starts. implementation=None chooses "
             "what can run.")
-    if takes_kernels and "cuda" in platforms:
+    takes = can and implementation != "xla"
+    if takes and "cuda" in platforms:
         check_cuda()
-    rule = _with_kernels if takes_kernels else _with_reference
+    return takes
+
+
+def _lower(ctx: mlir.LoweringRuleContext, *args, spec: AttentionSpec, **params):
+    rule = _with_kernels if takes_kernels(ctx, spec.implementation) else _with_reference
     return _lower_rule(ctx, rule, *args, spec=spec, **params)
 
 

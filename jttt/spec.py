@@ -5,8 +5,20 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+import jax
+
 Implementation = Literal["triton", "xla"]
 Precision = Literal["ieee", "tf32x3", "tf32"]
+
+# What `jax.default_matmul_precision` asks for; anything else keeps float32 products accurate.
+_PRECISIONS: dict[str | None, Precision] = {
+    "tensorfloat32": "tf32", "bfloat16": "tf32", "float32": "ieee", "highest": "ieee",
+}
+
+
+def default_precision() -> Precision:
+    """How float32 products are made in the current `jax.default_matmul_precision`."""
+    return _PRECISIONS.get(jax.config.jax_default_matmul_precision, "tf32x3")
 
 
 @dataclasses.dataclass(frozen=True)

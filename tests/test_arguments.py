@@ -221,14 +221,14 @@ def kernels_run(monkeypatch):
     (("cpu", "cuda"), None, 90, True),
 ])
 def test_kernels_run_where_they_can(platforms, implementation, capability, runs, kernels_run, monkeypatch):
-    monkeypatch.setattr(passes, "_compute_capability", lambda: capability)
+    monkeypatch.setattr(passes, "compute_capability", lambda: capability)
     attention = functools.partial(jttt.dot_product_attention, implementation=implementation)
     jax.jit(attention).trace(QUERY, KEY, VALUE).lower(lowering_platforms=platforms)
     assert kernels_run == ["forward"] * runs
 
 
 def test_float64_never_runs_kernels(kernels_run, monkeypatch):
-    monkeypatch.setattr(passes, "_compute_capability", lambda: 90)
+    monkeypatch.setattr(passes, "compute_capability", lambda: 90)
     with jax.enable_x64(True):
         arrays = [x.astype(np.float64) for x in (QUERY, KEY, VALUE)]
         jax.jit(jttt.dot_product_attention).trace(*arrays).lower(lowering_platforms=("cuda",))

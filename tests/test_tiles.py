@@ -7,7 +7,7 @@ import triton.language as tl
 
 from jttt.kernels import tiles
 from jttt.kernels.config import Layout
-from jttt.kernels.launch import _HostTensor
+from jttt.kernels.interpreter import HostTensor
 
 ROWS = 16
 
@@ -28,7 +28,7 @@ def test_offsets_are_exact_past_32_bits():
     T, S, heads, width, batch, start = 2**21, 2**20 + 7, 16, 16, 2, 2**20
     array, dense = np.zeros(1, np.float16), np.zeros(1, np.float16)
     of_rows, of_dense = np.zeros((ROWS, ROWS), np.int64), np.zeros((ROWS, ROWS), np.int64)
-    tensors = [_HostTensor(x) for x in (array, dense, of_rows, of_dense)]
+    tensors = [HostTensor(x) for x in (array, dense, of_rows, of_dense)]
     offsets_kernel[(1,)](*tensors, batch, start, T, S, L=Layout(heads, width), D=Layout(heads))
 
     row, column = start + np.arange(ROWS)[:, None], np.arange(ROWS)[None, :]

@@ -9,9 +9,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ import jax_triton
 import triton
 
 from jttt import masks
-from jttt.kernels import backward, blocks, cost, double_backward, forward
+from jttt.kernels import backward, blocks, cost, double_backward, forward, interpreter
 from jttt.kernels.config import ArrayLayouts, Blocks, KernelConfig, Layout
 from jttt.spec import AttentionSpec, Band, kind
 
@@ -78,8 +77,10 @@ def run(name: str, spec: AttentionSpec, operands: dict[str, jax.Array], wanted: 
     """Runs the kernels of pass `name` that the wanted outputs need; returns these by name."""
     results = {}
     for launch in launches(name, spec, operands, wanted, batch, capability):
-        interpreted = not isinstance(launch.kernel, triton.JITFunction)
-        results |= _interpret(launch) if interpreted else call(launch)
+        if interpreter.has(launch.kernel):
+            results |= interpreter.run(launch.kernel, launch.programs, launch.arguments, launch.outputs)
+        else:
+            results |= call(launch)
     return results
 
 
@@ -165,63 +166,3 @@ def call(launch: Launch) -> dict[str, jax.Array]:
         compute_capability=launch.capability,
         cost_estimate=cost.estimate(name, arrays, launch.config.band, cut, launch.batch))
     return dict(zip(launch.outputs, results, strict=True))
-
-
-# The interpreter replaces functions of `triton.language` while it runs.
-_interpreter_lock = threading.Lock()
-
-
-def _interpret(launch: Launch) -> dict[str, jax.Array]:
-    """Runs a kernel on the host, through Triton's interpreter, inside a jitted computation."""
-    arrays = {name: x for name, x in launch.arguments.items() if hasattr(x, "dtype")}
-    others = {name: x for name, x in launch.arguments.items() if name not in arrays}
-
-    def on_host(*operands):
-        made = [np.full(x.shape, np.nan, x.dtype) for x in launch.outputs.values()]
-        inputs = [np.ascontiguousarray(x) for x in operands]
-        tensors = {name: _HostTensor(x) for name, x in
-                   zip([*arrays, *launch.outputs], [*inputs, *made], strict=True)}
-        with _interpreter_lock:
-            launch.kernel[(launch.programs,)](**tensors, **others)
-        return tuple(made)
-
-    results = jax.pure_callback(on_host, tuple(launch.outputs.values()), *arrays.values())
-    return dict(zip(launch.outputs, results, strict=True))
-
-
-class _HostTensor:
-    """A numpy array that looks enough like a torch tensor for Triton's interpreter."""
-
-    DTYPES: ClassVar = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "int32": "i32", "int64": "i64",
-                        "int8": "i8", "bool": "i1"}
-
-    def __init__(self, array: np.ndarray):
-        self.array = array
-        self.dtype = self.DTYPES[array.dtype.name]
-
-    def data_ptr(self) -> int:
-        return self.array.ctypes.data
-
-    def untyped_storage(self) -> _HostTensor:
-        return self
-
-    def storage_offset(self) -> int:
-        return 0
-
-    def size(self) -> tuple[int, ...]:
-        return self.array.shape
-
-    def stride(self) -> tuple[int, ...]:
-        return tuple(step // self.array.itemsize for step in self.array.strides)
-
-    def cpu(self) -> _HostTensor:
-        return self
-
-    def copy_(self, other: _HostTensor) -> None:
-        pass
-
-    def new_empty(self, size: int, device: str) -> _HostTensor:
-        return _HostTensor(self.array)
-
-    def set_(self, *storage) -> None:
-        pass
