@@ -65,7 +65,7 @@ TABLE: dict[int, dict[tuple[str, int, int], Blocks]] = {
         ("d_key_value_hopper", 64, 2): Blocks(64, 64, 4, 2),
         ("tangent_hopper", 64, 2): Blocks(64, 64, 4, 2),
         ("g_query_hopper", 64, 2): Blocks(64, 64, 4, 2),
-        ("g_key_value_hopper", 64, 2): Blocks(32, 64, 4, 2),
+        ("g_key_value_hopper", 64, 2): Blocks(64,64,4,2),
         ("forward_hopper", 128, 2): Blocks(64, 64, 4, 2),
         ("d_query_hopper", 128, 2): Blocks(64, 64, 4, 2),
         ("d_key_value_hopper", 128, 2): Blocks(64, 64, 4, 2),

@@ -29,9 +29,9 @@ def product_tangent(left, right, t_left, t_right, C: tl.constexpr):
 
 @triton.jit
 def score_tangent(x, z, t_bias, at, rows, columns, C: tl.constexpr):
-    """A, from the tangent z of the scaled products and that of the bias; either may be None."""
+    """A, from the tangent z of the scaled products and that of the bias; None where both are."""
     if t_bias is None:
-        return tiles.through_cap(z, x, C)
+        return None if z is None else tiles.through_cap(z, x, C)
     else:
         a = tiles.load_dense(t_bias, C.layout.t_bias, at, rows, columns).to(tl.float32)
         if z is not None:
@@ -40,33 +40,25 @@ def score_tangent(x, z, t_bias, at, rows, columns, C: tl.constexpr):
 
 
 @triton.jit
-def centred_tangent(p, x, z, mean, t_bias, at, rows, columns, C: tl.constexpr):
-    """(A, E): E is the tangent of P. A is None where sinks alone move P, both where nothing does (mean is None)."""
+def centred(a, mean):
+    """A − a: what P is multiplied by to give E, its tangent. None where the direction moves no score; with
+    mean but without A, sinks alone move them."""
     if mean is None:
-        return None, None
-    elif z is None and t_bias is None:
-        return None, p * -mean
+        return None
+    elif a is None:
+        return -mean
     else:
-        a = score_tangent(x, z, t_bias, at, rows, columns, C)
-        return a, p * (a - mean)
+        return a - mean
 
 
 @triton.jit
-def row_terms(p, a, delta, w):
-    """The part of R for which no product with dO is needed."""
-    if a is None:
-        return p * -w
-    else:
-        return p * (-w - delta * a)
-
-
-@triton.jit
-def second_gradient(r, p, e, dp, b):
-    """R, from `row_terms`, E, dP, and b = dO · t_valueᵀ; E and dP may be None, and so may b."""
-    if e is not None:
-        r = dp * e + r
-    if b is not None:
-        r = p * b + r
+def second_gradient(a, dp, delta, mean, w, zeros):
+    """What R is P times of, without dO · t_valueᵀ."""
+    r = zeros - w
+    if mean is not None:
+        r = dp * centred(a, mean) + r
+    if a is not None:
+        r -= delta * a
     return r
 
 
@@ -171,11 +163,12 @@ def g_query_kernel(query, key, value, bias, key_start, key_end, query_segments, 
             p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
             z = product_tangent(q, k, tq, tk, C)
             dp = None if mean is None else tiles.product(do, tl.trans(v), C)
-            b = None if tv is None else tiles.product(do, tl.trans(tv), C)
             ds = None if mean is None else p * (dp - row_delta)
-            a, e = centred_tangent(p, x, z, mean, t_bias, at, rows, columns, C)
-            r = second_gradient(row_terms(p, a, row_delta, w), p, e, dp, b)
-            gq = tiles.product(second_through_cap(r, ds, x, z, C), k, C, gq)
+            a = score_tangent(x, z, t_bias, at, rows, columns, C)
+            r = second_gradient(a, dp, row_delta, mean, w, tl.zeros(p.shape, tl.float32))
+            if tv is not None:
+                r = tiles.product(do, tl.trans(tv), C, r)
+            gq = tiles.product(second_through_cap(p * r, ds, x, z, C), k, C, gq)
             if t_key is not None:
                 gq = tiles.product(tiles.through_cap(ds, x, C), tk, C, gq)
     tiles.store_rows(g_query, C.layout.g_query, batch, head, t0, T, BLOCK_T, gq * C.scale)
@@ -221,16 +214,16 @@ def g_key_value_kernel(query, key, value, bias, key_start, key_end, query_segmen
                 x = tiles.capped(tiles.product(k, tl.trans(q), C), C)
                 p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
                 z = product_tangent(k, q, tk, tq, C)
-                # Used by g_key alone, and not computed where that is not wanted.
-                dp = None if mean is None else tiles.product(v, tl.trans(do), C)
-                b = None if tv is None else tiles.product(tv, tl.trans(do), C)
-                ds = None if mean is None else p * (dp - row_delta)
-                a, e = centred_tangent(p, x, z, mean, t_bias, at, rows, columns, C)
+                a = score_tangent(x, z, t_bias, at, rows, columns, C)
                 if g_value is not None:
-                    gv = tiles.product(e, do, C, gv)
+                    gv = tiles.product(p * centred(a, mean), do, C, gv)
                 if g_key is not None:
-                    r = second_gradient(row_terms(p, a, row_delta, w), p, e, dp, b)
-                    gk = tiles.product(second_through_cap(r, ds, x, z, C), q, C, gk)
+                    dp = None if mean is None else tiles.product(v, tl.trans(do), C)
+                    ds = None if mean is None else p * (dp - row_delta)
+                    r = second_gradient(a, dp, row_delta, mean, w, tl.zeros(p.shape, tl.float32))
+                    if tv is not None:
+                        r = tiles.product(tv, tl.trans(do), C, r)
+                    gk = tiles.product(second_through_cap(p * r, ds, x, z, C), q, C, gk)
                     if t_query is not None:
                         gk = tiles.product(tiles.through_cap(ds, x, C), tq, C, gk)
 
@@ -275,7 +268,9 @@ def g_bias_kernel(query, key, value, bias, key_start, key_end, query_segments, k
             p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, True)
             z = product_tangent(q, k, tq, tk, C)
             dp = None if mean is None else tiles.product(do, tl.trans(v), C)
-            b = None if tv is None else tiles.product(do, tl.trans(tv), C)
-            a, e = centred_tangent(p, x, z, mean, t_bias, at, rows, columns, C)
-            acc += second_gradient(row_terms(p, a, row_delta, w), p, e, dp, b)
+            a = score_tangent(x, z, t_bias, at, rows, columns, C)
+            r = second_gradient(a, dp, row_delta, mean, w, tl.zeros(p.shape, tl.float32))
+            if tv is not None:
+                r = tiles.product(do, tl.trans(tv), C, r)
+            acc += p * r
     tiles.store_bias(g_bias, C.layout.g_bias, row_block, column_block, bias_head, bias_batch, T, S, acc, C)

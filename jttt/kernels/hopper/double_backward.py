@@ -9,8 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from jttt.kernels import tiles
-from jttt.kernels.double_backward import (
-    centred_tangent, row_terms, score_tangent, second_gradient, second_through_cap)
+from jttt.kernels.double_backward import centred, score_tangent, second_gradient, second_through_cap
 from jttt.kernels.hopper import stream
 
 
@@ -174,9 +173,11 @@ def g_query_hopper(query, key, value, bias, key_start, key_end, query_segments, 
             b = stream.arrived(b, 0 if tk is None else 1)
             if z is not None:
                 z = z * C.scale
-            a, e = centred_tangent(p, x, z, mean, t_bias, at, rows, columns, C)
-            r = second_gradient(row_terms(p, a, row_delta, w), p, e, dp, b)
-            gq = stream.accumulate(second_through_cap(r, ds, x, z, C), k, gq, C.layout.query, C)
+            a = score_tangent(x, z, t_bias, at, rows, columns, C)
+            r = second_gradient(a, dp, row_delta, mean, w, zeros)
+            if b is not None:
+                r += b
+            gq = stream.accumulate(second_through_cap(p * r, ds, x, z, C), k, gq, C.layout.query, C)
             gq = stream.arrived(gq, 0)
             stream.refill(moving, COLUMNS, BLOCK_S, STAGES, walk, count, i, 0, batch, kv_head)
     stream.store_rows(g_query, C.layout.g_query, batch, head, t0, T, BLOCK_T, gq * C.scale, C)
@@ -193,9 +194,7 @@ def g_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
     STAGES: gl.constexpr = C.blocks.stages
     TILE: gl.constexpr = stream.accumulator(BLOCK_T, C)
     TANGENTS: gl.constexpr = stream.products(C.layout.t_query, C.layout.t_key)
-    # What g_key alone needs.
     DP: gl.constexpr = stream.products(C.layout.t_lse) if C.layout.g_key is not None else 0
-    B: gl.constexpr = stream.products(C.layout.t_value) if C.layout.g_key is not None else 0
     COLUMNS: gl.constexpr = stream.layouts(C, "key", "value", "t_key", "t_value")
     ROWS: gl.constexpr = stream.layouts(C, "query", "d_output", "t_query")
     block, kv_head, batch = tiles.program(gl.cdiv(S, BLOCK_S), C.layout.key.heads, False)
@@ -228,11 +227,6 @@ def g_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
                 t0 = tiles.visited(walk, i) * BLOCK_T
                 at = (batch, head, T, S, t0, s0)
                 rows = (t0 + gl.arange(0, BLOCK_T, gl.SliceLayout(0, TILE)))[None, :]
-                log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
-                tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
-                row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
-                mean = tiles.load_optional_column(t_lse, C.layout.t_lse, batch, head, T, rows)
-                w = tiles.load_column(row_term, C.layout.row_term, batch, head, T, rows)
                 stage = stream.arrive(moving, ROWS, BLOCK_T, STAGES, count, i, turn)
                 q = stream.matrix(moving, 0, stage, ROWS, BLOCK_T)
                 do = stream.matrix(moving, 1, stage, ROWS, BLOCK_T)
@@ -240,24 +234,32 @@ def g_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
                 x = stream.queue(k, q, zeros)
                 z = queue_tangent(k, q, tk, tq, zeros)
                 dp = stream.queue(v, do, zeros) if DP else None
-                b = stream.queue(tv, do, zeros) if B else None
-                x = tiles.capped(stream.arrived(x, TANGENTS + DP + B), C)
+                # Columns lie across a tile here and take many registers: they are loaded where they are needed.
+                log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
+                tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
+                x = tiles.capped(stream.arrived(x, TANGENTS + DP), C)
+                mean = tiles.load_optional_column(t_lse, C.layout.t_lse, batch, head, T, rows)
                 p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
-                z = stream.arrived(z, DP + B)
+                z = stream.arrived(z, DP)
                 if z is not None:
                     z = z * C.scale
-                a, e = centred_tangent(p, x, z, mean, t_bias, at, rows, columns, C)
-                r = row_terms(p, a, row_delta, w)
+                a = score_tangent(x, z, t_bias, at, rows, columns, C)
                 if g_value is not None:
-                    gv = stream.accumulate(e, do, gv, C.layout.value, C)
+                    gv = stream.accumulate(p * centred(a, mean), do, gv, C.layout.value, C)
                 if g_key is not None:
-                    dp = stream.arrived(dp, B + (0 if g_value is None else 1))
-                    b = stream.arrived(b, 0 if g_value is None else 1)
+                    row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
+                    w = tiles.load_column(row_term, C.layout.row_term, batch, head, T, rows)
+                    dp = stream.arrived(dp, 0 if g_value is None else 1)
                     ds = None if mean is None else p * (dp - row_delta)
-                    r = second_gradient(r, p, e, dp, b)
-                    gk = stream.accumulate(second_through_cap(r, ds, x, z, C), q, gk, C.layout.key, C)
+                    r = second_gradient(a, dp, row_delta, mean, w, zeros)
+                    if tv is not None:
+                        # Onto what is there already: registers for one more tile there are not.
+                        r = warpgroup_mma(tv, do.permute((1, 0)), r, is_async=True)
                     if tq is not None:
                         gk = stream.accumulate(tiles.through_cap(ds, x, C), tq, gk, C.layout.key, C)
+                    if tv is not None:
+                        r = stream.arrived(r, 0 if tq is None else 1)
+                    gk = stream.accumulate(second_through_cap(p * r, ds, x, z, C), q, gk, C.layout.key, C)
                 gk, gv = stream.settled(gk, gv)
                 stream.refill(moving, ROWS, BLOCK_T, STAGES, walk, count, i, turn, batch, head)
         turn += count
