@@ -158,11 +158,13 @@ def dot_product_attention(
         scale=float(scale), band=band, soft_cap=_checked_soft_cap(logits_soft_cap),
         precision=default_precision(),
         implementation=implementation)
-    output, lse, _ = derivatives.attention(spec, dict(
+    # Before any rule of derivatives, so that what one device takes from all gets the gradients of all.
+    inputs = passes.varying_alike(dict(
         query=query, key=key, value=value, bias=bias, sinks=sinks,
         key_start=key_start, key_end=key_end, query_segments=query_segments, key_segments=key_segments,
         mask=mask, mask_summary=None if mask is None else masks.summarise(mask)))
-    lse = jnp.swapaxes(lse, -1, -2)
+    made = derivatives.attention(spec, inputs)
+    output, lse = made["output"], jnp.swapaxes(made["lse"], -1, -2)
     if not has_batch:
         output, lse = output[0], lse[0]
     return (output, lse) if return_residual else output

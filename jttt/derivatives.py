@@ -1,34 +1,49 @@
-"""The chain of derivative rules: attention, its backward, and the backward of that.
+"""The chain of derivative rules: attention, its tangent, its backward, and the backward of that.
 
-    attention         forward              saves query, key, value, output, lse
-      └ backward      backward             saves its inputs
-          └ double_backward                tangent, then double_backward
-              └ autodiff of `reference.second_order`, exact at order three and up
+    attention           forward
+      tangent           tangent                     the map of input tangents to those of output and lse
+      backward          backward                    its transpose, the map of cotangents the other way
+        double_backward tangent, double_backward    the transpose of backward's tangent
 
-Each rule is a `jax.custom_vjp` around passes of `passes.py`, so reverse mode over reverse mode runs
-kernels end to end. Derivatives that nobody asked for and cotangents that are structurally zero
-(`symbolic_zeros`) leave their products out.
+Everything follows from one scalar, Φ(x; d, t) = ⟨d, ∂attention(x) t⟩, of the inputs x, cotangents d of
+output and log-sum-exp, and tangents t of the inputs:
 
-One convention keeps the chain short. `output` and `lse` (and its tail) enter `backward` and `double_backward` as
-arrays, but their rules differentiate the whole dependence on query, key and value, through output
-and lse as well, and give output and lse no cotangent of their own. That is exact as long as they
-are what `forward` made of the same query, key and value, which holds for every caller here.
+    tangent = ∂Φ/∂d        backward = ∂Φ/∂t        double_backward = ∂Φ/∂(x, d)
+
+Each is a `jax.custom_jvp` function around passes of `passes.py`. The rule of one calls the function
+itself, and makes the tangents of its results by a linear map (`linear.py`) that is evaluated by some of
+the others and transposed by others again:
+
+    function           tangents of its results, evaluated               transposed
+    attention          tangent                                          backward
+    backward           double_backward + backward (Φ's Hessian in x is symmetric)     double_backward
+    tangent            second derivative of the plain formulas + tangent    double_backward, backward
+    double_backward    jvp of `reference.second_order`                  vjp of `reference.second_order`
+
+So reverse over reverse, forward over reverse and reverse over forward run kernels end to end; order
+three and up, and forward over forward, differentiate plain formulas, exactly. Derivatives that nobody
+asked for, and tangents and cotangents that are structurally zero, leave their products out.
+
+One convention keeps the chain short. `output` and `lse` (and its tail) enter the functions below
+`attention` as arrays, but their rules differentiate the whole dependence on the inputs, through output
+and lse as well, and look at no tangent of output and lse. That is exact as long as they are what
+`forward` made of the same inputs, which holds for every caller here.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from jttt import masks, passes, reference
+from jttt.linear import Arrays, linear_map
 from jttt.spec import AttentionSpec
-
-Arrays = dict[str, jax.Array | None]
 
 # Names by which a `jax.checkpoint` policy can save what `forward` made.
 OUTPUT_NAME = "attention_output"
@@ -36,65 +51,78 @@ LSE_NAME = "attention_lse"
 
 # What can be differentiated; the other inputs say what is visible (`masks.OPERANDS`).
 _INPUTS = ("query", "key", "value", "bias", "sinks")
+_COTANGENTS = ("d_output", "d_lse")
+_DIRECTION = tuple(f"t_{name}" for name in _INPUTS)
 
 
-@jax.tree_util.register_static
-class _Wanted(frozenset[str]):
-    """Names of the arguments that are being differentiated, carried among a rule's residuals."""
+def _nonzero(tangents: dict[str, Any], names: Collection[str]) -> Arrays:
+    """Those of the named tangents that are not structurally zero."""
+    return {name: t for name, t in tangents.items()
+            if name in names and t is not None and not isinstance(t, SymbolicZero)}
 
 
-def _split(arguments: Any) -> tuple[Any, _Wanted]:
-    """The values of a rule's perturbation-tracking arguments, and the names of the perturbed ones."""
-    values = {name: None if x is None else x.value for name, x in arguments.items()}
-    wanted = _Wanted(name for name, x in arguments.items() if x is not None and x.perturbed)
-    return values, wanted
+def _completed(tangents: Arrays, results: Arrays) -> dict[str, Any]:
+    """A tangent for each result, a symbolic zero where there is none."""
+    return {name: tangents.get(name, zero_from_primal(x, symbolic_zeros=True)) for name, x in results.items()}
 
 
-def _nonzero(cotangent: Any) -> jax.Array | None:
-    """The cotangent, or None where it is structurally zero."""
-    return None if cotangent is None or isinstance(cotangent, SymbolicZero) else cotangent
+def _as_direction(tangents: Arrays) -> Arrays:
+    """Tangents of the inputs by their names as a direction: t_query, …, None where there is none."""
+    return {f"t_{name}": tangents.get(name) for name in _INPUTS}
 
 
-def _selected(cotangents: Arrays, arguments: Arrays) -> Arrays:
-    """One entry for each argument, None (a zero) where there is no cotangent."""
-    return {name: cotangents.get(name) for name in arguments}
+def _sum(parts: list[Arrays]) -> Arrays:
+    """The sum, name by name, of results that may lack names."""
+    total: Arrays = {}
+    for part in parts:
+        total |= {name: total[name] + x if name in total else x for name, x in part.items()}
+    return total
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attention(spec: AttentionSpec, inputs: Arrays) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """`(output, lse, lse_tail)` of canonical inputs, named and shaped as in `reference.py`.
+# Order zero.
 
-    query, key and value; bias and sinks, or None; and any of `masks.OPERANDS`. lse_tail is for the
-    derivatives alone, and None without a bias.
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def attention(spec: AttentionSpec, inputs: Arrays) -> Arrays:
+    """output, lse, and lse_tail if there is a bias, of canonical inputs, named and shaped as in `reference.py`.
+
+    Inputs: query, key and value; bias and sinks, or None; and any of `masks.OPERANDS`. lse_tail is for
+    the derivatives alone.
     """
     wanted = ("output", "lse") if inputs["bias"] is None else ("output", "lse", "lse_tail")
-    results = passes.run("forward", spec, inputs, wanted)
-    return results["output"], results["lse"], results.get("lse_tail")
+    return passes.run("forward", spec, inputs, wanted)
 
 
-def _attention_fwd(spec: AttentionSpec, inputs):
-    inputs, wanted = _split(inputs)
-    output, lse, tail = attention(spec, inputs)
-    output, lse = checkpoint_name(output, OUTPUT_NAME), checkpoint_name(lse, LSE_NAME)
-    tail = None if tail is None else checkpoint_name(tail, LSE_NAME)
-    return (output, lse, tail), (inputs, output, lse, tail, wanted)
+@functools.partial(attention.defjvp, symbolic_zeros=True)
+def _attention_jvp(spec: AttentionSpec, primals, tangents):
+    (inputs,), (moved,) = primals, tangents
+    results = attention(spec, inputs)
+    results = {name: checkpoint_name(x, OUTPUT_NAME if name == "output" else LSE_NAME) for name, x in results.items()}
+    made = linear_map(functools.partial(_attention_tangent, spec), functools.partial(_attention_transposed, spec),
+                      {**inputs, **results, "lse_tail": results.get("lse_tail")}, _nonzero(moved, _INPUTS))
+    return results, _completed(made, results)
 
 
-def _attention_bwd(spec: AttentionSpec, residuals, cotangents):
-    inputs, output, lse, tail, wanted = residuals
-    d_output, d_lse = map(_nonzero, cotangents[:2])
-    if d_output is None and d_lse is None:
-        return (_selected({}, inputs),)
+def _attention_tangent(spec: AttentionSpec, arguments: Arrays, moved: Arrays) -> Arrays:
+    return tangent(spec, {**arguments, **_as_direction(moved)})
+
+
+def _attention_transposed(spec: AttentionSpec, arguments: Arrays, cotangents: Arrays, wanted: frozenset[str]) -> Arrays:
+    gradients = backward(spec, wanted, {**arguments, **_arriving(spec, arguments, cotangents)})
+    return {name: gradients[f"d_{name}"] for name in wanted}
+
+
+def _arriving(spec: AttentionSpec, arguments: Arrays, cotangents: Arrays) -> Arrays:
+    """d_output and d_lse from the cotangents of output and lse, zero for rows that see nothing."""
+    d_output, d_lse = cotangents.get("output"), cotangents.get("lse")
     if d_output is None:
-        d_output = jnp.zeros_like(output)
-    if _rows_may_be_empty(spec, inputs):
+        d_output = jnp.zeros_like(arguments["output"])
+    if _rows_may_be_empty(spec, arguments):
         # Whatever the caller made of a row that sees nothing, an infinity or a NaN, has no gradient.
-        empty = lse == -jnp.inf
+        empty = arguments["lse"] == -jnp.inf
         d_output = jnp.where(jnp.swapaxes(empty, -1, -2)[..., None], 0, d_output)
         d_lse = None if d_lse is None else jnp.where(empty, 0, d_lse)
-    arguments = {**inputs, "output": output, "lse": lse, "lse_tail": tail, "d_output": d_output, "d_lse": d_lse}
-    gradients = backward(spec, wanted, arguments)
-    return (_selected({name: gradients[f"d_{name}"] for name in wanted}, inputs),)
+    return dict(d_output=d_output, d_lse=d_lse)
 
 
 def _rows_may_be_empty(spec: AttentionSpec, inputs: Arrays) -> bool:
@@ -103,11 +131,61 @@ def _rows_may_be_empty(spec: AttentionSpec, inputs: Arrays) -> bool:
             or any(inputs[name] is not None for name in ("bias", *masks.OPERANDS)))
 
 
-attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
+# Order one.
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def backward(spec: AttentionSpec, wanted: _Wanted, arguments: Arrays) -> dict[str, jax.Array]:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def tangent(spec: AttentionSpec, arguments: Arrays) -> Arrays:
+    """Tangents of output and lse, by these names, along the direction t_query, … (None if zero).
+
+    Arguments: the inputs, output, lse, lse_tail, and the direction.
+    """
+    made = passes.run("tangent", spec, arguments, ("t_output", "t_lse"))
+    return dict(output=made["t_output"], lse=made["t_lse"])
+
+
+@functools.partial(tangent.defjvp, symbolic_zeros=True)
+def _tangent_jvp(spec: AttentionSpec, primals, tangents):
+    (arguments,), (moved,) = primals, tangents
+    results = tangent(spec, arguments)
+    made = linear_map(functools.partial(_tangent_tangent, spec), functools.partial(_tangent_transposed, spec),
+                      arguments, _nonzero(moved, (*_INPUTS, *_DIRECTION)))
+    return results, _completed(made, results)
+
+
+def _tangent_tangent(spec: AttentionSpec, arguments: Arrays, moved: Arrays) -> Arrays:
+    inputs = {name: arguments[name] for name in _INPUTS}
+    direction = {name: arguments[f"t_{name}"] for name in _INPUTS if arguments[f"t_{name}"] is not None}
+    hidden = {name: arguments[name] for name in masks.OPERANDS}
+
+    def outputs(inputs: Arrays) -> Arrays:
+        made = reference.forward(spec, **inputs, **hidden)
+        return dict(output=made["output"], lse=made["lse"])
+
+    parts = []
+    if moved_inputs := _nonzero(moved, _INPUTS):
+        parts.append(_along(lambda inputs: _along(outputs, inputs, direction), inputs, moved_inputs))
+    if moved_direction := _nonzero(moved, _DIRECTION):
+        parts.append(tangent(spec, {**arguments, **dict.fromkeys(_DIRECTION), **moved_direction}))
+    return _sum(parts)
+
+
+def _along(function: Callable[[Arrays], Arrays], arguments: Arrays, direction: Arrays) -> Arrays:
+    """The tangents of the function's results along a direction in some of its arguments."""
+    moving = {name: arguments[name] for name in direction}
+    return jax.jvp(lambda moving: function({**arguments, **moving}), (moving,), (direction,))[1]
+
+
+def _tangent_transposed(spec: AttentionSpec, arguments: Arrays, cotangents: Arrays, wanted: frozenset[str]) -> Arrays:
+    arguments = {**arguments, **_arriving(spec, arguments, cotangents)}
+    gradients = backward(spec, frozenset(name[2:] for name in wanted.intersection(_DIRECTION)),
+                         {name: x for name, x in arguments.items() if name not in _DIRECTION})
+    directions = {f"t_{name[2:]}": x for name, x in gradients.items()}
+    return directions | double_backward(spec, wanted.intersection(_INPUTS), arguments)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def backward(spec: AttentionSpec, wanted: frozenset[str], arguments: Arrays) -> Arrays:
     """Gradients of the wanted inputs: d_query, d_key, d_value, d_bias, d_sinks.
 
     Arguments: the inputs, output, lse, lse_tail, and the cotangents d_output and d_lse (None if zero).
@@ -127,30 +205,42 @@ def _backward_operands(arguments: Arrays) -> Arrays:
     return {**passed, "delta": delta}
 
 
-def _backward_fwd(spec: AttentionSpec, wanted: _Wanted, arguments):
-    arguments, perturbed = _split(arguments)
-    return backward(spec, wanted, arguments), (arguments, perturbed)
+@functools.partial(backward.defjvp, symbolic_zeros=True)
+def _backward_jvp(spec: AttentionSpec, wanted: frozenset[str], primals, tangents):
+    (arguments,), (moved,) = primals, tangents
+    results = backward(spec, wanted, arguments)
+    made = linear_map(functools.partial(_backward_tangent, spec, wanted), functools.partial(_backward_transposed, spec),
+                      arguments, _nonzero(moved, (*_INPUTS, *_COTANGENTS)))
+    return results, _completed(made, results)
 
 
-def _backward_bwd(spec: AttentionSpec, wanted: _Wanted, residuals, cotangents):
-    arguments, perturbed = residuals
-    direction = {f"t_{name}": _nonzero(cotangents.get(f"d_{name}")) for name in _INPUTS}
-    if all(t is None for t in direction.values()):
-        return (_selected({}, arguments),)
-    gradients = double_backward(spec, perturbed, {**arguments, **direction})
-    return (_selected(gradients, arguments),)
+def _backward_tangent(spec: AttentionSpec, wanted: frozenset[str], arguments: Arrays, moved: Arrays) -> Arrays:
+    parts = []
+    if moved_inputs := _nonzero(moved, _INPUTS):
+        second = double_backward(spec, wanted, {**arguments, **_as_direction(moved_inputs)})
+        parts.append({f"d_{name}": x for name, x in second.items()})
+    if moved_cotangents := _nonzero(moved, _COTANGENTS):
+        d_output = moved_cotangents.get("d_output", jnp.zeros_like(arguments["d_output"]))
+        parts.append(backward(spec, wanted, {**arguments, "d_output": d_output, "d_lse": moved_cotangents.get("d_lse")}))
+    return _sum(parts)
 
 
-backward.defvjp(_backward_fwd, _backward_bwd, symbolic_zeros=True)
+def _backward_transposed(spec: AttentionSpec, arguments: Arrays, cotangents: Arrays, wanted: frozenset[str]) -> Arrays:
+    direction = {f"t_{name}": cotangents.get(f"d_{name}") for name in _INPUTS}
+    return double_backward(spec, wanted, {**arguments, **direction})
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def double_backward(spec: AttentionSpec, wanted: _Wanted, arguments: Arrays) -> Arrays:
-    """Cotangents of the arguments of `backward`, by their names, those that are wanted.
+# Order two.
 
-    Arguments: those of `backward` and the direction t_query, …, the cotangents of d_query, …
-    (None if zero).
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def double_backward(spec: AttentionSpec, wanted: frozenset[str], arguments: Arrays) -> Arrays:
+    """Derivatives of Φ in the wanted inputs and cotangents, by their names, save those that are zero.
+
+    Arguments: those of `backward` and the direction t_query, … (None if zero).
     """
+    if not wanted:
+        return {}
     operands = _backward_operands(arguments)
     t_sinks = operands.pop("t_sinks")
     columns = ("t_lse", "row_term")
@@ -175,24 +265,30 @@ def double_backward(spec: AttentionSpec, wanted: _Wanted, arguments: Arrays) -> 
     return results
 
 
-def _double_backward_fwd(spec: AttentionSpec, wanted: _Wanted, arguments: Arrays):
+@functools.partial(double_backward.defjvp, symbolic_zeros=True)
+def _double_backward_jvp(spec: AttentionSpec, wanted: frozenset[str], primals, tangents):
+    (arguments,), (moved,) = primals, tangents
     results = double_backward(spec, wanted, arguments)
-    return results, (arguments, _Wanted(results))
+    made = linear_map(functools.partial(_double_backward_tangent, spec, tuple(results)),
+                      functools.partial(_double_backward_transposed, spec),
+                      arguments, _nonzero(moved, (*_INPUTS, *_COTANGENTS, *_DIRECTION)))
+    return results, _completed(made, results)
 
 
-def _double_backward_bwd(spec: AttentionSpec, wanted: _Wanted, residuals, cotangents):
-    arguments, returned = residuals
-    moving = {name: x for name, x in arguments.items()
-              if name in (*_INPUTS, "d_output", "d_lse", *(f"t_{name}" for name in _INPUTS))}
-    hidden = {name: arguments[name] for name in masks.OPERANDS}
+def _double_backward_tangent(spec: AttentionSpec, names: Collection[str], arguments: Arrays, moved: Arrays) -> Arrays:
+    return _along(functools.partial(_second_order, spec, names), arguments, moved)
+
+
+def _double_backward_transposed(spec: AttentionSpec, arguments: Arrays, cotangents: Arrays, wanted: frozenset[str]
+                                ) -> Arrays:
+    moving = {name: arguments[name] for name in wanted}
+    _, pull_back = jax.vjp(lambda moving: _second_order(spec, cotangents, {**arguments, **moving}), moving)
+    return pull_back(cotangents)[0]
+
+
+def _second_order(spec: AttentionSpec, names: Collection[str], arguments: Arrays) -> Arrays:
+    """The named results of `double_backward` as a function of its true inputs alone, in plain formulas."""
+    inputs = {name: x for name, x in arguments.items() if name not in ("output", "lse", "lse_tail")}
+    results = reference.second_order(spec, **inputs)
     made = {name: f"g_{name}" for name in _INPUTS} | {"d_output": "t_output", "d_lse": "t_lse"}
-
-    def whole(moving: Arrays) -> Arrays:
-        results = reference.second_order(spec, **moving, **hidden)
-        return {name: results[made[name]] for name in returned}
-
-    _, pull_back = jax.vjp(whole, moving)
-    return (_selected(pull_back(cotangents)[0], arguments),)
-
-
-double_backward.defvjp(_double_backward_fwd, _double_backward_bwd)
+    return {name: results[made[name]] for name in names}

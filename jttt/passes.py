@@ -4,7 +4,8 @@ A pass is what the derivative rules are made of: `forward`, `backward`, `tangent
 `double_backward`, described in `reference.py`. Binding a primitive, rather than calling an
 implementation, puts off the choice between kernels and plain formulas until the platform that the
 computation is lowered for is known, and gives every pass one batching rule: a mapped axis joins
-the batch of one launch, an unmapped operand keeps a batch axis of size one and is not copied.
+the batch of one launch, an unmapped operand keeps a batch axis of size one and is not copied. What
+several devices each do of a pass is in `partition.py`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax._src import dispatch
+from jax._src.interpreters.mlir import lower_with_sharding_in_types
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
+from jax.sharding import ManualAxisType, NamedSharding
 
-from jttt import reference
+from jttt import partition, reference
 from jttt.spec import AttentionSpec, Implementation
 
 
@@ -32,10 +36,21 @@ def run(name: str, spec: AttentionSpec, operands: dict[str, jax.Array | None], w
     """
     if not wanted:
         return {}
-    present = {key: x for key, x in operands.items() if x is not None}
+    present = varying_alike({key: x for key, x in operands.items() if x is not None})
     outputs = _pass_p.bind(*present.values(), name=name, spec=spec, operands=tuple(present),
                            wanted=tuple(wanted))
     return dict(zip(wanted, outputs, strict=True))
+
+
+def varying_alike(arrays: dict[str, jax.Array | None]) -> dict[str, jax.Array | None]:
+    """The arrays, each typed as varying over every axis of a `jax.shard_map` over which one of them varies."""
+    axes = _varying(*(jax.typeof(x) for x in arrays.values() if x is not None))
+
+    def cast(x: jax.Array | None) -> jax.Array | None:
+        missing = () if x is None else tuple(axes - jax.typeof(x).manual_axis_type.varying)
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return {name: cast(x) for name, x in arrays.items()}
 
 
 def runs_triton(platform: str) -> bool:
@@ -48,6 +63,20 @@ def interprets_triton() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+def check_cuda() -> None:
+    """Raises where kernels for CUDA cannot be made in this process, whatever the machine."""
+    if interprets_triton():
+        raise RuntimeError(
+            "TRITON_INTERPRET was 1, but the computation is lowered for CUDA: Triton's interpreter makes no "
+            "programs and runs on the CPU alone. Expected TRITON_INTERPRET unset before Python starts, a "
+            "computation on the CPU, or implementation='xla'.")
+    if not _makes_cuda_calls():
+        raise RuntimeError(
+            "JAX's CUDA plugin is not installed, but the computation is lowered for CUDA: expected "
+            "`pip install 'jax[cuda13]'` (or cuda12); no GPU is needed to lower. implementation='xla' needs "
+            "no plugin.")
+
+
 @functools.cache
 def _triton_is_installed() -> bool:
     try:
@@ -55,6 +84,14 @@ def _triton_is_installed() -> bool:
     except ImportError:
         return False
     return True
+
+
+@functools.cache
+def _makes_cuda_calls() -> bool:
+    """Whether jax-triton finds the part of JAX's CUDA plugin that it makes its calls with."""
+    from jaxlib import gpu_triton
+
+    return hasattr(gpu_triton, "TritonKernel")
 
 
 @functools.cache
@@ -101,18 +138,45 @@ def takes_kernels(ctx: mlir.LoweringRuleContext, implementation: Implementation 
             "expected an NVIDIA GPU of compute capability 8.0 or newer with jax-triton installed, or "
             "TRITON_INTERPRET=1 in the environment before Python starts. implementation=None chooses "
             "what can run.")
-    return can and implementation != "xla"
+    takes = can and implementation != "xla"
+    if takes and "cuda" in platforms:
+        check_cuda()
+    return takes
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *args, spec: AttentionSpec, **params):
     rule = _with_kernels if takes_kernels(ctx, spec.implementation) else _with_reference
-    return mlir.lower_fun(rule, multiple_results=True)(ctx, *args, spec=spec, **params)
+    return _lower_rule(ctx, rule, *args, spec=spec, **params)
 
 
-def _abstract(*avals, **params):
+def _lower_rule(ctx: mlir.LoweringRuleContext, rule, *args, **params):
+    """An implementation as part of the program: it sees plain arrays, those of one device under a `jax.shard_map`."""
+    outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ctx.avals_out]
+    plain = ctx.replace(avals_in=[jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in])
+    mesh, communicates = partition.mesh_to_divide(ctx.module_context)
+    function = rule if mesh is None else functools.partial(partition.divided, rule, outputs, mesh, communicates)
+    with partition.plain_arrays():
+        results = mlir.lower_fun(function, multiple_results=True)(plain, *args, **params)
+    return [lower_with_sharding_in_types(ctx, x, aval) for x, aval in zip(results, ctx.avals_out, strict=True)]
+
+
+def _abstract(*avals, operands, wanted, **params):
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
-    outputs = jax.eval_shape(functools.partial(_with_reference, **params), *shapes)
-    return [jax.core.ShapedArray(x.shape, x.dtype) for x in outputs]
+    with partition.plain_arrays():
+        outputs = jax.eval_shape(
+            functools.partial(_with_reference, operands=operands, wanted=wanted, **params), *shapes)
+    by_name = dict(zip(operands, avals, strict=True))
+    mesh = by_name["query"].sharding.mesh
+    if mesh.empty:
+        return [jax.core.ShapedArray(x.shape, x.dtype) for x in outputs]
+    specs = partition.explicit(by_name, dict(zip(wanted, outputs, strict=True)))
+    varies = ManualAxisType(varying=_varying(*avals))
+    return [jax.core.ShapedArray(x.shape, x.dtype, sharding=NamedSharding(mesh, spec), manual_axis_type=varies)
+            for x, spec in zip(outputs, specs, strict=True)]
+
+
+def _varying(*avals) -> frozenset[str]:
+    return frozenset().union(*(x.manual_axis_type.varying for x in avals))
 
 
 def _batch(arrays, axes, **params):
@@ -127,6 +191,8 @@ _pass_p = Primitive("attention_pass")
 _pass_p.multiple_results = True
 _pass_p.def_impl(functools.partial(xla.apply_primitive, _pass_p))
 _pass_p.def_abstract_eval(_abstract)
+# The shards of a pass are chosen with the mesh at hand.
+dispatch.prim_requires_devices_during_lowering.add(_pass_p)
 mlir.register_lowering(_pass_p, _lower)
 mlir.register_lowering(_pass_p, _lower, platform="cuda")
 batching.primitive_batchers[_pass_p] = _batch

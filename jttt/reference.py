@@ -50,6 +50,7 @@ class _Attention:
         self.scale = spec.scale
         self.soft_cap = spec.soft_cap
         self.dtype = query.dtype
+        self.partial = spec.partial
         self.accumulator = jnp.promote_types(query.dtype, jnp.float32)
         self.precision = _PRECISION[spec.precision]
         self.kv_heads = key.shape[-2]
@@ -61,6 +62,16 @@ class _Attention:
             scores = scores + bias.astype(self.accumulator)
         seen = masks.visible(spec.band, hidden, query.shape[-3], key.shape[-3])
         self.scores = scores if seen is None else jnp.where(seen, scores, -jnp.inf)
+
+    def stored(self, x: jax.Array) -> jax.Array:
+        """A result `[..., length, heads, width]` as it is returned."""
+        return x if self.partial else x.astype(self.dtype)
+
+    def as_bias(self, tile: jax.Array, bias: jax.Array) -> jax.Array:
+        """A gradient of scores `[..., N, T, S]`, summed over the axes along which bias was broadcast."""
+        axes = tuple(axis for axis in range(-4, 0) if bias.ndim >= -axis and bias.shape[axis] == 1)
+        tile = jnp.sum(tile, axis=axes, keepdims=True)
+        return tile if self.partial else tile.astype(bias.dtype)
 
     def _product(self, formula: str, left: jax.Array, right: jax.Array) -> jax.Array:
         return jnp.einsum(formula, left.astype(self.dtype), right.astype(self.dtype),
@@ -119,12 +130,6 @@ def _rows(column: jax.Array) -> jax.Array:
     return jnp.swapaxes(column, -1, -2)[..., None]
 
 
-def _as_bias(tile: jax.Array, bias: jax.Array) -> jax.Array:
-    """A gradient of scores `[..., N, T, S]`, summed over the axes along which bias was broadcast."""
-    axes = tuple(axis for axis in range(-4, 0) if bias.ndim >= -axis and bias.shape[axis] == 1)
-    return jnp.sum(tile, axis=axes, keepdims=True).astype(bias.dtype)
-
-
 def forward(spec: AttentionSpec, *, query, key, value, bias=None, sinks=None, **hidden) -> Results:
     """Order zero: output, lse, and lse_tail if there is a bias.
 
@@ -146,7 +151,7 @@ def forward(spec: AttentionSpec, *, query, key, value, bias=None, sinks=None, **
     total = jnp.where(empty, 1, total)
     output = att.over_keys(weights / total[..., None], value)
     lse = jnp.where(empty, -jnp.inf, peak + jnp.log(total))
-    results = dict(output=output.astype(value.dtype), lse=lse)
+    results = dict(output=att.stored(output), lse=lse)
     if bias is not None:
         results["lse_tail"] = jnp.where(empty, 0, (peak - jnp.where(empty, 0, lse)) + jnp.log(total))
     return results
@@ -179,15 +184,16 @@ def backward(spec: AttentionSpec, *, query, key, value, lse, d_output, delta, ls
     p = att.probabilities(lse, lse_tail)
     ds = p * (att.over_width(d_output, value) - delta[..., None])
     dz = att.scale * att.through_cap(ds)
-    results = dict(d_query=att.over_keys(dz, key).astype(query.dtype),
-                   d_key=att.over_queries(dz, query).astype(key.dtype),
-                   d_value=att.over_queries(p, d_output).astype(value.dtype))
-    return results if bias is None else results | dict(d_bias=_as_bias(ds, bias))
+    results = dict(d_query=att.stored(att.over_keys(dz, key)),
+                   d_key=att.stored(att.over_queries(dz, query)),
+                   d_value=att.stored(att.over_queries(p, d_output)))
+    return results if bias is None else results | dict(d_bias=att.as_bias(ds, bias))
 
 
-def tangent(spec: AttentionSpec, *, query, key, value, output, lse, d_output, delta, lse_tail=None, bias=None,
-            sinks=None, t_query=None, t_key=None, t_value=None, t_bias=None, t_sinks=None, **hidden) -> Results:
-    """First pass of order two: t_output, t_lse, row_term.
+def tangent(spec: AttentionSpec, *, query, key, value, output, lse, d_output=None, delta=None, lse_tail=None,
+            bias=None, sinks=None, t_query=None, t_key=None, t_value=None, t_bias=None, t_sinks=None, **hidden
+            ) -> Results:
+    """Forward mode, and first pass of order two: t_output, t_lse, and row_term if there is a d_output.
 
     t_output and t_lse are the tangents of output and log-sum-exp along the direction, hence the
     gradients at order two of d_output and of the log-sum-exp's cotangent. row_term is w of the
@@ -208,8 +214,10 @@ def tangent(spec: AttentionSpec, *, query, key, value, output, lse, d_output, de
     if t_value is not None:
         t_output += att.over_keys(p, t_value)
     t_output -= _rows(t_lse) * output
-    row_term = jnp.swapaxes(jnp.sum(d_output * t_output, axis=-1), -1, -2) - t_lse * delta
-    return dict(t_output=t_output.astype(output.dtype), t_lse=t_lse, row_term=row_term)
+    results = dict(t_output=att.stored(t_output), t_lse=t_lse)
+    if d_output is not None:
+        results["row_term"] = jnp.swapaxes(jnp.sum(d_output * t_output, axis=-1), -1, -2) - t_lse * delta
+    return results
 
 
 def double_backward(spec: AttentionSpec, *, query, key, value, lse, d_output, delta, row_term, t_lse=None,
@@ -238,9 +246,9 @@ def double_backward(spec: AttentionSpec, *, query, key, value, lse, d_output, de
         g_query += att.over_keys(dz, t_key)
     if t_query is not None:
         g_key += att.over_queries(dz, t_query)
-    results = dict(g_query=g_query.astype(query.dtype), g_key=g_key.astype(key.dtype),
-                   g_value=att.over_queries(p * centred, d_output).astype(value.dtype))
-    return results if bias is None else results | dict(g_bias=_as_bias(r, bias))
+    results = dict(g_query=att.stored(g_query), g_key=att.stored(g_key),
+                   g_value=att.stored(att.over_queries(p * centred, d_output)))
+    return results if bias is None else results | dict(g_bias=att.as_bias(r, bias))
 
 
 def sink_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:

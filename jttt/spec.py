@@ -56,6 +56,7 @@ class AttentionSpec:
       precision: how float32 products are made (half precision has only one way).
       implementation: what the caller asked for by name; None chooses by the platform that the
         computation is lowered for.
+      partial: whether results are parts of sums, which stay in the accumulator's dtype.
     """
 
     scale: float
@@ -63,3 +64,9 @@ class AttentionSpec:
     soft_cap: float | None = None
     precision: Precision = "tf32x3"
     implementation: Implementation | None = None
+    partial: bool = False
+
+
+def kind(array: str) -> str:
+    """query of t_query, d_query and g_query, and so on: the name that tells an array's axes."""
+    return array[2:] if array[:2] in ("d_", "t_", "g_") else array

@@ -71,7 +71,7 @@ def gradients(p, x, z, dp, b, delta, mean, w, t_bias, at, rows, columns, C: tl.c
 def tangent_kernel(query, key, value, bias, sinks, key_start, key_end, query_segments, key_segments, mask,
                    block_list, block_counts, output, lse, lse_tail, d_output, delta, t_query, t_key, t_value, t_bias,
                    t_sinks, T, S, t_output, t_lse, row_term, C: tl.constexpr):
-    """t_output is None where only the columns are wanted."""
+    """t_output is None where only the columns are wanted; row_term, with d_output and delta, in forward mode."""
     BLOCK_T: tl.constexpr = C.blocks.queries
     BLOCK_S: tl.constexpr = C.blocks.keys
     block, head, batch = tiles.program(tl.cdiv(T, BLOCK_T), C.layout.query.heads, C.band.right is not None)
@@ -113,14 +113,15 @@ def tangent_kernel(query, key, value, bias, sinks, key_start, key_end, query_seg
         t_sink = tiles.load_column(t_sinks, C.layout.t_sinks, batch, head, 1, 0).to(tl.float32)
         mean += t_sink * tiles.exponential(sink * tiles.unit(C) - log_sum, C)
     o = tiles.load_rows(output, C.layout.output, batch, head, t0, T, BLOCK_T, True)
-    do = tiles.load_rows(d_output, C.layout.d_output, batch, head, t0, T, BLOCK_T, True)
-    row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
     acc -= mean * o.to(tl.float32)
-    w = tl.sum(acc * do.to(tl.float32), 1, keep_dims=True) - mean * row_delta
     if t_output is not None:
         tiles.store_rows(t_output, C.layout.t_output, batch, head, t0, T, BLOCK_T, acc)
     tiles.store_column(t_lse, C.layout.t_lse, batch, head, T, rows, mean)
-    tiles.store_column(row_term, C.layout.row_term, batch, head, T, rows, w)
+    if row_term is not None:
+        do = tiles.load_rows(d_output, C.layout.d_output, batch, head, t0, T, BLOCK_T, True)
+        row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
+        w = tl.sum(acc * do.to(tl.float32), 1, keep_dims=True) - mean * row_delta
+        tiles.store_column(row_term, C.layout.row_term, batch, head, T, rows, w)
 
 
 @triton.jit

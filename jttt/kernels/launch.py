@@ -23,9 +23,9 @@ import jax_triton
 import triton
 
 from jttt import masks
-from jttt.kernels import backward, blocks, double_backward, forward, interpreter
+from jttt.kernels import backward, blocks, cost, double_backward, forward, interpreter
 from jttt.kernels.config import ArrayLayouts, Blocks, KernelConfig, Layout
-from jttt.spec import AttentionSpec, Band
+from jttt.spec import AttentionSpec, Band, kind
 
 # {pass: [(kernel, what one program has a block of, its outputs)]}
 KERNELS: dict[str, list[tuple[Any, str, tuple[str, ...]]]] = {
@@ -98,11 +98,12 @@ def launches(name: str, spec: AttentionSpec, operands: dict[str, Any], wanted: S
     for kernel, axis, outputs in KERNELS[name]:
         made = {}
         for array in outputs:
-            kind = _kind(array)
-            if array in wanted and kind == "bias":
-                made[array] = jax.ShapeDtypeStruct((*batch[:-1], *bias.shape[-4:]), bias.dtype)
-            elif array in wanted and kind in rows:
-                made[array] = jax.ShapeDtypeStruct(batch + rows[kind], query.dtype)
+            like = kind(array)
+            if array in wanted and like == "bias":
+                made[array] = jax.ShapeDtypeStruct((*batch[:-1], *bias.shape[-4:]),
+                                                   np.float32 if spec.partial else bias.dtype)
+            elif array in wanted and like in rows:
+                made[array] = jax.ShapeDtypeStruct(batch + rows[like], np.float32 if spec.partial else query.dtype)
             elif array in wanted:
                 made[array] = jax.ShapeDtypeStruct((*batch, N, T), np.float32)
         if not made:
@@ -125,23 +126,18 @@ def launches(name: str, spec: AttentionSpec, operands: dict[str, Any], wanted: S
         yield Launch(kernel, {**arrays, "T": T, "S": S, "C": config}, made, axis, math.prod(batch), capability)
 
 
-def _kind(array: str) -> str:
-    """query of t_query, d_query and g_query, and so on."""
-    return array[2:] if array[:2] in ("d_", "t_", "g_") else array
-
-
 def _layout(array: str, shape: tuple[int, ...], batch: tuple[int, ...]) -> Layout:
-    kind, own_batch = _kind(array), _batch_axes(shape, batch)
-    if kind in ("bias", "mask"):
+    like, own_batch = kind(array), _batch_axes(shape, batch)
+    if like in ("bias", "mask"):
         heads, rows, columns = shape[-3:]
         return Layout(heads, rows=rows > 1, columns=columns > 1, batch=own_batch)
-    if kind in ("block_list", "block_counts", "tile_status"):
+    if like in ("block_list", "block_counts", "tile_status"):
         return Layout(shape[-3], batch=own_batch)
-    if kind in _PER_POSITION:
+    if like in _PER_POSITION:
         return Layout(1, batch=own_batch)
-    if kind == "sinks":
+    if like == "sinks":
         return Layout(shape[-1], batch=own_batch)
-    if kind in _PER_ROW:
+    if like in _PER_ROW:
         return Layout(shape[-2], batch=own_batch)
     return Layout(*shape[-2:], batch=own_batch)
 
@@ -162,9 +158,11 @@ def _batch_axes(shape: tuple[int, ...], batch: tuple[int, ...]) -> tuple[tuple[i
 
 def call(launch: Launch) -> dict[str, jax.Array]:
     """Runs a kernel where the computation is lowered for CUDA; returns its outputs by name."""
-    cut = launch.config.blocks
+    cut, name = launch.config.blocks, launch.kernel.__name__
+    arrays = {array: x for array, x in launch.arguments.items() if hasattr(x, "dtype")} | launch.outputs
     results = jax_triton.triton_call(
         **launch.arguments, kernel=launch.kernel, out_type=tuple(launch.outputs.values()),
-        grid=(launch.programs,), name=f"jttt_{launch.kernel.__name__}", num_warps=cut.warps,
-        num_stages=cut.stages, compute_capability=launch.capability)
+        grid=(launch.programs,), name=f"jttt_{name}", num_warps=cut.warps, num_stages=cut.stages,
+        compute_capability=launch.capability,
+        cost_estimate=cost.estimate(name, arrays, launch.config.band, cut, launch.batch))
     return dict(zip(launch.outputs, results, strict=True))
