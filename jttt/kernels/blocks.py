@@ -60,6 +60,18 @@ TABLE: dict[int, dict[tuple[str, int, int], Blocks]] = {
         ("g_bias_kernel", 256, 4): Blocks(16, 16, 8, 1, spilled=20528),
     },
     90: {
+        ("forward_hopper", 64, 2): Blocks(64, 128, 4, 2),
+        ("d_query_hopper", 64, 2): Blocks(64, 64, 4, 2),
+        ("d_key_value_hopper", 64, 2): Blocks(64, 64, 4, 2),
+        ("tangent_hopper", 64, 2): Blocks(64, 64, 4, 2),
+        ("g_query_hopper", 64, 2): Blocks(64, 64, 4, 2),
+        ("g_key_value_hopper", 64, 2): Blocks(32, 64, 4, 2),
+        ("forward_hopper", 128, 2): Blocks(64, 64, 4, 2),
+        ("d_query_hopper", 128, 2): Blocks(64, 64, 4, 2),
+        ("d_key_value_hopper", 128, 2): Blocks(64, 64, 4, 2),
+        ("tangent_hopper", 128, 2): Blocks(64, 32, 4, 2),
+        ("g_query_hopper", 128, 2): Blocks(64, 32, 4, 2),
+        ("g_key_value_hopper", 128, 2): Blocks(32, 64, 4, 2),
         ("forward_kernel", 64, 2): Blocks(64, 64, 4, 3),
         ("d_query_kernel", 64, 2): Blocks(64, 128, 4, 3),
         ("d_key_value_kernel", 64, 2): Blocks(64, 64, 4, 3),
@@ -115,8 +127,8 @@ TABLE: dict[int, dict[tuple[str, int, int], Blocks]] = {
 def choose(kernel: str, width: int, itemsize: int, capability: int, dense: bool = False) -> Blocks:
     """Blocks of `kernel` for heads of up to `width` numbers of `itemsize` bytes.
 
-    With dense arrays (mask, bias) to stream as well, tiles of 64 keys and one stage less, so that
-    these find room.
+    With entries to look up one by one (mask, bias, segments), tiles of 64 keys; and one stage less where
+    the compiler makes the stages, since it then streams these too.
     """
     # 12.x has no more shared memory than 8.6, and none of the matrix instructions of 9.0.
     known = [table for table in TABLE if table <= (80 if capability >= 120 else capability)]
@@ -124,5 +136,6 @@ def choose(kernel: str, width: int, itemsize: int, capability: int, dense: bool 
     fitting = [row for row in table if row[0] == kernel and row[1] >= width and row[2] == itemsize]
     cut = table[min(fitting, key=lambda row: row[1])]
     if dense:
-        cut = dataclasses.replace(cut, keys=min(cut.keys, 64), stages=max(cut.stages - 1, 1))
+        stages = cut.stages if kernel.endswith("_hopper") else max(cut.stages - 1, 1)
+        cut = dataclasses.replace(cut, keys=min(cut.keys, 64), stages=stages)
     return cut

@@ -40,31 +40,43 @@ def score_tangent(x, z, t_bias, at, rows, columns, C: tl.constexpr):
 
 
 @triton.jit
-def gradients(p, x, z, dp, b, delta, mean, w, t_bias, at, rows, columns, C: tl.constexpr):
-    """(E, dz, rz, R) of one tile: dz and rz are the gradients of the scaled products at order one and
-    two, which the direction and the inputs meet in g_query and g_key.
-
-    z, b: the tangent of the scaled products and dO · t_valueᵀ, or None. mean is None where the
-    direction moves no score; dp is then not looked at.
-    """
-    r = -w
-    if b is not None:
-        r = b - w
+def centred_tangent(p, x, z, mean, t_bias, at, rows, columns, C: tl.constexpr):
+    """(A, E): E is the tangent of P. A is None where sinks alone move P, both where nothing does (mean is None)."""
     if mean is None:
-        r = p * r
-        return p * 0, p * 0, tiles.through_cap(r, x, C), r
+        return None, None
+    elif z is None and t_bias is None:
+        return None, p * -mean
     else:
-        e = p * -mean
-        ds = p * (dp - delta)
-        if z is not None or t_bias is not None:
-            a = score_tangent(x, z, t_bias, at, rows, columns, C)
-            e = p * (a - mean)
-            r -= delta * a
-        r = dp * e + p * r
-        rz = tiles.through_cap(r, x, C)
-        if C.soft_cap is not None and z is not None:
-            rz -= (2 / C.soft_cap) * x * tiles.through_cap(z * ds, x, C)
-        return e, tiles.through_cap(ds, x, C), rz, r
+        a = score_tangent(x, z, t_bias, at, rows, columns, C)
+        return a, p * (a - mean)
+
+
+@triton.jit
+def row_terms(p, a, delta, w):
+    """The part of R for which no product with dO is needed."""
+    if a is None:
+        return p * -w
+    else:
+        return p * (-w - delta * a)
+
+
+@triton.jit
+def second_gradient(r, p, e, dp, b):
+    """R, from `row_terms`, E, dP, and b = dO · t_valueᵀ; E and dP may be None, and so may b."""
+    if e is not None:
+        r = dp * e + r
+    if b is not None:
+        r = p * b + r
+    return r
+
+
+@triton.jit
+def second_through_cap(r, ds, x, z, C: tl.constexpr):
+    """The gradient of the scaled products at order two, from R and dS; z, their tangent, may be None."""
+    rz = tiles.through_cap(r, x, C)
+    if C.soft_cap is not None and z is not None:
+        rz -= (2 / C.soft_cap) * x * tiles.through_cap(z * ds, x, C)
+    return rz
 
 
 @triton.jit
@@ -160,10 +172,12 @@ def g_query_kernel(query, key, value, bias, key_start, key_end, query_segments, 
             z = product_tangent(q, k, tq, tk, C)
             dp = None if mean is None else tiles.product(do, tl.trans(v), C)
             b = None if tv is None else tiles.product(do, tl.trans(tv), C)
-            e, dz, rz, r = gradients(p, x, z, dp, b, row_delta, mean, w, t_bias, at, rows, columns, C)
-            gq = tiles.product(rz, k, C, gq)
+            ds = None if mean is None else p * (dp - row_delta)
+            a, e = centred_tangent(p, x, z, mean, t_bias, at, rows, columns, C)
+            r = second_gradient(row_terms(p, a, row_delta, w), p, e, dp, b)
+            gq = tiles.product(second_through_cap(r, ds, x, z, C), k, C, gq)
             if t_key is not None:
-                gq = tiles.product(dz, tk, C, gq)
+                gq = tiles.product(tiles.through_cap(ds, x, C), tk, C, gq)
     tiles.store_rows(g_query, C.layout.g_query, batch, head, t0, T, BLOCK_T, gq * C.scale)
 
 
@@ -210,13 +224,15 @@ def g_key_value_kernel(query, key, value, bias, key_start, key_end, query_segmen
                 # Used by g_key alone, and not computed where that is not wanted.
                 dp = None if mean is None else tiles.product(v, tl.trans(do), C)
                 b = None if tv is None else tiles.product(tv, tl.trans(do), C)
-                e, dz, rz, r = gradients(p, x, z, dp, b, row_delta, mean, w, t_bias, at, rows, columns, C)
+                ds = None if mean is None else p * (dp - row_delta)
+                a, e = centred_tangent(p, x, z, mean, t_bias, at, rows, columns, C)
                 if g_value is not None:
                     gv = tiles.product(e, do, C, gv)
                 if g_key is not None:
-                    gk = tiles.product(rz, q, C, gk)
+                    r = second_gradient(row_terms(p, a, row_delta, w), p, e, dp, b)
+                    gk = tiles.product(second_through_cap(r, ds, x, z, C), q, C, gk)
                     if t_query is not None:
-                        gk = tiles.product(dz, tq, C, gk)
+                        gk = tiles.product(tiles.through_cap(ds, x, C), tq, C, gk)
 
     if g_key is not None:
         tiles.store_rows(g_key, C.layout.g_key, batch, kv_head, s0, S, BLOCK_S, gk * C.scale)
@@ -260,6 +276,6 @@ def g_bias_kernel(query, key, value, bias, key_start, key_end, query_segments, k
             z = product_tangent(q, k, tq, tk, C)
             dp = None if mean is None else tiles.product(do, tl.trans(v), C)
             b = None if tv is None else tiles.product(do, tl.trans(tv), C)
-            e, dz, rz, r = gradients(p, x, z, dp, b, row_delta, mean, w, t_bias, at, rows, columns, C)
-            acc += r
+            a, e = centred_tangent(p, x, z, mean, t_bias, at, rows, columns, C)
+            acc += second_gradient(row_terms(p, a, row_delta, w), p, e, dp, b)
     tiles.store_bias(g_bias, C.layout.g_bias, row_block, column_block, bias_head, bias_batch, T, S, acc, C)

@@ -19,12 +19,9 @@ def forward_kernel(query, key, value, bias, sinks, key_start, key_end, query_seg
     rows = (t0 + tl.arange(0, BLOCK_T))[:, None]
     q = tiles.load_rows(query, C.layout.query, batch, head, t0, T, BLOCK_T, True)
     acc = tl.zeros([BLOCK_T, tiles.padded(C.layout.value.width)], tl.float32)
-    peak = tl.full([BLOCK_T], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_T], tl.float32)
-    if sinks is not None:
-        sink = tiles.load_column(sinks, C.layout.sinks, batch, head, 1, 0).to(tl.float32) * tiles.unit(C)
-        peak = tl.maximum(peak, sink)
-        total = tl.where(peak == float("-inf"), 0.0, 1.0)
+    sink, one = tiles.first_peak(sinks, batch, head, C)
+    peak = tl.zeros([BLOCK_T], tl.float32) + sink
+    total = tl.zeros([BLOCK_T], tl.float32) + one
 
     walk = tiles.walk_keys(block, block_list, block_counts, batch, head, T, S, C)
     for MASKED in tl.static_range(2):
@@ -35,24 +32,12 @@ def forward_kernel(query, key, value, bias, sinks, key_start, key_end, query_seg
             k = tiles.load_rows(key, C.layout.key, batch, kv_head, s0, S, BLOCK_S, MASKED)
             v = tiles.load_rows(value, C.layout.value, batch, kv_head, s0, S, BLOCK_S, MASKED)
             x = tiles.capped(tiles.product(q, tl.trans(k), C), C)
-            scores = tiles.scores(x, bias, at, rows, columns, C)
-            if MASKED:
-                scores = tl.where(tiles.visible(hidden, at, rows, columns, C), scores, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(scores, 1))
-            # A row that has seen nothing yet has peak −∞, and −∞ − −∞ is NaN.
-            shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            p = tiles.exponential(scores - shift[:, None], C)
-            decay = tiles.exponential(peak - shift, C)
-            total = total * decay + tl.sum(p, 1)
+            p, decay, peak, total = tiles.softmax_step(x, peak, total, bias, hidden, at, rows, columns, C, MASKED)
             acc = tiles.product(p, v, C, acc * decay[:, None])
-            peak = new_peak
 
-    empty = total == 0
-    total = tl.where(empty, 1.0, total)
-    tiles.store_rows(output, C.layout.output, batch, head, t0, T, BLOCK_T, acc / total[:, None])
-    log_total = tl.log2(total) * (tiles.LN2 * tiles.unit(C))
-    log_sum = tl.where(empty, float("-inf"), (peak + log_total) * (1 / tiles.unit(C)))
+    norm = tl.where(total == 0, 1.0, total)
+    tiles.store_rows(output, C.layout.output, batch, head, t0, T, BLOCK_T, acc / norm[:, None])
+    log_sum, tail = tiles.log_sum_exp(peak, total, C)
     tiles.store_column(lse, C.layout.lse, batch, head, T, t0 + tl.arange(0, BLOCK_T), log_sum)
     if lse_tail is not None:
-        tail = tl.where(empty, 0.0, (peak - log_sum) + log_total)
         tiles.store_column(lse_tail, C.layout.lse_tail, batch, head, T, t0 + tl.arange(0, BLOCK_T), tail)

@@ -23,7 +23,7 @@ import jax_triton
 import triton
 
 from jttt import masks
-from jttt.kernels import backward, blocks, cost, double_backward, forward, interpreter
+from jttt.kernels import backward, blocks, cost, double_backward, forward, hopper, interpreter
 from jttt.kernels.config import ArrayLayouts, Blocks, KernelConfig, Layout
 from jttt.spec import AttentionSpec, Band, kind
 
@@ -57,6 +57,11 @@ class Launch:
     @property
     def config(self) -> KernelConfig:
         return self.arguments["C"]
+
+    @property
+    def pipelined_stages(self) -> int:
+        """Depth of the compiler's own pipeline; zero where the kernel queues its loads and products itself."""
+        return 0 if hopper.is_hopper(self.kernel) else self.config.blocks.stages
 
     @property
     def programs(self) -> int:
@@ -108,7 +113,9 @@ def launches(name: str, spec: AttentionSpec, operands: dict[str, Any], wanted: S
                 made[array] = jax.ShapeDtypeStruct((*batch, N, T), np.float32)
         if not made:
             continue
-        dense = axis != "bias" and (bias is not None or hidden["mask"] is not None)
+        dense = axis != "bias" and any(x is not None for x in (bias, hidden["mask"], hidden["query_segments"]))
+        if not interpreter.has(kernel) and hopper.takes(capability, query, value):
+            kernel, _ = hopper.KERNELS.get(kernel.__name__, (kernel, ()))
         blocks_ = cut or blocks.choose(kernel.__name__, max(H, E), query.dtype.itemsize, capability, dense)
         arrays = {array: operands.get(array) for array in kernel.arg_names if array not in (*made, "T", "S", "C")}
         at_run_time = any(x is not None for x in hidden.values())
@@ -158,11 +165,11 @@ def _batch_axes(shape: tuple[int, ...], batch: tuple[int, ...]) -> tuple[tuple[i
 
 def call(launch: Launch) -> dict[str, jax.Array]:
     """Runs a kernel where the computation is lowered for CUDA; returns its outputs by name."""
-    cut, name = launch.config.blocks, launch.kernel.__name__
+    cut, name = launch.config.blocks, launch.kernel.__name__.replace("_hopper", "_kernel")
     arrays = {array: x for array, x in launch.arguments.items() if hasattr(x, "dtype")} | launch.outputs
     results = jax_triton.triton_call(
-        **launch.arguments, kernel=launch.kernel, out_type=tuple(launch.outputs.values()),
-        grid=(launch.programs,), name=f"jttt_{name}", num_warps=cut.warps, num_stages=cut.stages,
-        compute_capability=launch.capability,
+        **hopper.described(launch.kernel, launch.arguments), kernel=launch.kernel, out_type=tuple(launch.outputs.values()),
+        grid=(launch.programs,), name=f"jttt_{name}", num_warps=cut.warps,
+        num_stages=launch.pipelined_stages, compute_capability=launch.capability,
         cost_estimate=cost.estimate(name, arrays, launch.config.band, cut, launch.batch))
     return dict(zip(launch.outputs, results, strict=True))

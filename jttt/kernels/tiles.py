@@ -68,10 +68,14 @@ def padded(width):
 
 
 @triton.jit
+def first_element(L: tl.constexpr, batch, head, start, length):
+    """Where row `start` of one head begins. 64 bits, once for a tile: an array may have more than 2³¹ elements."""
+    return ((own_batch(batch, L) * length + start) * L.heads + head) * L.width
+
+
+@triton.jit
 def row_pointers(array, L: tl.constexpr, batch, head, start, length, ROWS: tl.constexpr):
-    # 64 bits once for the tile, 32 within it: an array may have more than 2³¹ elements.
-    row = own_batch(batch, L) * length + start
-    first = array + (row * L.heads + head) * L.width
+    first = array + first_element(L, batch, head, start, length)
     return first + (tl.arange(0, ROWS)[:, None] * (L.heads * L.width) + tl.arange(0, padded(L.width))[None, :])
 
 
@@ -214,6 +218,59 @@ def probabilities(x, lse, tail, bias, hidden, at, rows, columns, C: tl.constexpr
 
 
 @triton.jit
+def softmax_step(x, peak, total, bias, hidden, at, rows, columns, C: tl.constexpr, MASKED: tl.constexpr):
+    """One tile of online softmax: (P relative to the new peak, what earlier tiles shrink by, peak, total).
+
+    Peaks are in units of `softmax_unit`.
+    """
+    if folds_scale(C):
+        y = x
+    else:
+        y = scores(x, bias, at, rows, columns, C)
+    if MASKED:
+        y = tl.where(visible(hidden, at, rows, columns, C), y, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(y, 1))
+    # A row that has seen nothing yet has peak −∞, and −∞ − −∞ is NaN.
+    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak * softmax_unit(C))
+    p = exponential(y * softmax_unit(C) - shift[:, None], C)
+    decay = exponential(peak * softmax_unit(C) - shift, C)
+    return p, decay, new_peak, total * decay + tl.sum(p, 1)
+
+
+@triton.constexpr_function
+def folds_scale(C):
+    """Whether the largest score is that of the largest product: then one multiply-add takes a product to its
+    exponent."""
+    return C.layout.bias is None and C.layout.sinks is None and C.soft_cap is None and C.scale > 0
+
+
+@triton.constexpr_function
+def softmax_unit(C):
+    """What peaks are multiplied by to be scores in the unit of `unit`."""
+    return C.scale * unit(C) if folds_scale(C) else 1.0
+
+
+@triton.jit
+def first_peak(sinks, batch, head, C: tl.constexpr):
+    """Peak and total of a row that has seen nothing but its sink."""
+    if sinks is None:
+        return float("-inf"), 0.0
+    else:
+        sink = load_column(sinks, C.layout.sinks, batch, head, 1, 0).to(tl.float32) * (unit(C) / softmax_unit(C))
+        return sink, tl.where(sink == float("-inf"), 0.0, 1.0)
+
+
+@triton.jit
+def log_sum_exp(peak, total, C: tl.constexpr):
+    """(lse, lse_tail) of rows from their peaks and totals; −∞ and 0 where total is 0."""
+    empty = total == 0
+    peak = tl.where(empty, 0.0, peak) * softmax_unit(C)
+    log_total = tl.log2(tl.where(empty, 1.0, total)) * (LN2 * unit(C))
+    log_sum = tl.where(empty, float("-inf"), (peak + log_total) * (1 / unit(C)))
+    return log_sum, tl.where(empty, 0.0, (peak - log_sum) + log_total)
+
+
+@triton.jit
 def through_cap(tile, x, C: tl.constexpr):
     """A gradient of capped scores as one of scaled products, or a tangent the other way."""
     if C.soft_cap is not None:
@@ -301,6 +358,19 @@ def steps(walked, MASKED: tl.constexpr):
     """How many blocks of a walk need a mask, or how many need none."""
     begin, full_begin, full_end, end, listed = walked
     return (full_begin - begin) + (end - full_end) if MASKED else full_end - full_begin
+
+
+@triton.jit
+def visited(walked, i):
+    """The i-th block of a walk, those that need no mask first; anything past the last."""
+    begin, full_begin, full_end, end, listed = walked
+    full = full_end - full_begin
+    before = full_begin - begin
+    mixed = i - full
+    place = tl.where(mixed < 0, full_begin + i, tl.where(mixed < before, begin + mixed, full_end + mixed - before))
+    if listed is not None:
+        place = tl.load(listed + place, mask=place < end, other=0)
+    return place
 
 
 @triton.jit

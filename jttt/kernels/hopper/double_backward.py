@@ -1,0 +1,268 @@
+"""Order two on Hopper; see `jttt/kernels/double_backward.py`, whose mathematics of a tile this uses.
+
+The products that a tile needs are queued at once, the scores first: probabilities are made of these
+while the others run, and each later step waits for just what it needs.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+
+from jttt.kernels import tiles
+from jttt.kernels.double_backward import (
+    centred_tangent, row_terms, score_tangent, second_gradient, second_through_cap)
+from jttt.kernels.hopper import stream
+
+
+@gluon.jit
+def queue_tangent(left, right, t_left, t_right, zeros):
+    """t_left · rightᵀ + left · t_rightᵀ, not waited for; None where the direction has neither."""
+    if t_left is None:
+        return stream.queue(left, t_right, zeros)
+    else:
+        z = stream.queue(t_left, right, zeros)
+        if t_right is not None:
+            z = warpgroup_mma(left, t_right.permute((1, 0)), z, is_async=True)
+        return z
+
+
+@gluon.jit
+def tangent_hopper(query, key, value, bias, sinks, key_start, key_end, query_segments, key_segments, mask,
+                   block_list, block_counts, output, lse, lse_tail, d_output, delta, t_query, t_key, t_value, t_bias,
+                   t_sinks, T, S, t_output, t_lse, row_term, C: gl.constexpr):
+    """t_output is None where only the columns are wanted; row_term, with d_output and delta, in forward mode."""
+    BLOCK_T: gl.constexpr = C.blocks.queries
+    BLOCK_S: gl.constexpr = C.blocks.keys
+    STAGES: gl.constexpr = C.blocks.stages
+    TILE: gl.constexpr = stream.accumulator(BLOCK_S, C)
+    ROW: gl.constexpr = gl.SliceLayout(1, TILE)
+    OUTPUT: gl.constexpr = stream.accumulator(tiles.padded(C.layout.value.width), C)
+    MOVED: gl.constexpr = C.layout.t_query is not None or C.layout.t_key is not None or C.layout.t_bias is not None
+    TANGENTS: gl.constexpr = stream.products(C.layout.t_query, C.layout.t_key)
+    ROWS: gl.constexpr = stream.layouts(C, "query", "t_query")
+    COLUMNS: gl.constexpr = stream.layouts(C, "key", "t_key", "value", "t_value")
+    block, head, batch = tiles.program(gl.cdiv(T, BLOCK_T), C.layout.query.heads, C.band.right is not None)
+    kv_head = head // C.group
+    hidden = (key_start, key_end, query_segments, key_segments, mask)
+    t0 = block * BLOCK_T
+    rows = (t0 + gl.arange(0, BLOCK_T, ROW))[:, None]
+    walk = tiles.walk_keys(block, block_list, block_counts, batch, head, T, S, C)
+    full = tiles.steps(walk, False)
+    count = full + tiles.steps(walk, True)
+
+    resident = stream.make((query, t_query), ROWS, BLOCK_T, 1)
+    moving = stream.make((key, t_key, value, t_value), COLUMNS, BLOCK_S, STAGES)
+    stream.publish()
+    stream.fetch(resident, ROWS, BLOCK_T, batch, head, t0)
+    stream.start(moving, COLUMNS, BLOCK_S, STAGES, walk, count, 0, batch, kv_head)
+    log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
+    tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
+    acc = stream.nothing(output, C.layout.output, BLOCK_T, C)
+    total = gl.zeros([BLOCK_T], gl.float32, ROW)
+    zeros = gl.zeros([BLOCK_T, BLOCK_S], gl.float32, TILE)
+    stream.wait(resident, 0, 1, True)
+    q = stream.matrix(resident, 0, 0, ROWS, BLOCK_T).load(stream.left_operand(BLOCK_S, C))
+    tq = stream.matrix(resident, 1, 0, ROWS, BLOCK_T)
+    if tq is not None:
+        tq = tq.load(stream.left_operand(BLOCK_S, C))
+
+    for MASKED in gl.static_range(2):
+        for i in range(full if MASKED else 0, count if MASKED else full):
+            s0 = tiles.visited(walk, i) * BLOCK_S
+            at = (batch, head, T, S, t0, s0)
+            columns = (s0 + gl.arange(0, BLOCK_S, gl.SliceLayout(0, TILE)))[None, :]
+            stage = stream.arrive(moving, COLUMNS, BLOCK_S, STAGES, count, i, 0)
+            k = stream.matrix(moving, 0, stage, COLUMNS, BLOCK_S)
+            tk = stream.matrix(moving, 1, stage, COLUMNS, BLOCK_S)
+            v = stream.matrix(moving, 2, stage, COLUMNS, BLOCK_S)
+            tv = stream.matrix(moving, 3, stage, COLUMNS, BLOCK_S)
+            x = stream.queue(q, k, zeros)
+            z = queue_tangent(q, k, tq, tk, zeros)
+            x = tiles.capped(stream.arrived(x, TANGENTS), C)
+            p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
+            if tv is not None:
+                acc = stream.accumulate(p, tv, acc, C.layout.value, C)
+            if MOVED:
+                z = stream.arrived(z, 0 if tv is None else 1)
+                if z is not None:
+                    z = z * C.scale
+                # The row sum is of the rounded numbers that meet value: they cancel against it in t_output.
+                pa = (p * score_tangent(x, z, t_bias, at, rows, columns, C)).to(value.dtype)
+                total += gl.sum(pa.to(gl.float32), 1)
+                acc = stream.accumulate(pa, v, acc, C.layout.value, C)
+            acc = stream.arrived(acc, 0)
+            stream.refill(moving, COLUMNS, BLOCK_S, STAGES, walk, count, i, 0, batch, kv_head)
+
+    rows = (t0 + gl.arange(0, BLOCK_T, gl.SliceLayout(1, OUTPUT)))[:, None]
+    mean = gl.convert_layout(total, gl.SliceLayout(1, OUTPUT))[:, None]
+    if t_sinks is not None:
+        sink = tiles.load_column(sinks, C.layout.sinks, batch, head, 1, 0).to(gl.float32)
+        t_sink = tiles.load_column(t_sinks, C.layout.t_sinks, batch, head, 1, 0).to(gl.float32)
+        log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
+        mean += t_sink * tiles.exponential(sink * tiles.unit(C) - log_sum, C)
+    acc -= mean * stream.load_rows(output, C.layout.output, batch, head, t0, T, BLOCK_T, C).to(gl.float32)
+    if t_output is not None:
+        stream.store_rows(t_output, C.layout.t_output, batch, head, t0, T, BLOCK_T, acc, C)
+    tiles.store_column(t_lse, C.layout.t_lse, batch, head, T, rows, mean)
+    if row_term is not None:
+        do = stream.load_rows(d_output, C.layout.d_output, batch, head, t0, T, BLOCK_T, C).to(gl.float32)
+        row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
+        w = gl.sum(acc * do, 1)[:, None] - mean * row_delta
+        tiles.store_column(row_term, C.layout.row_term, batch, head, T, rows, w)
+
+
+@gluon.jit
+def g_query_hopper(query, key, value, bias, key_start, key_end, query_segments, key_segments, mask,
+                   block_list, block_counts, lse, lse_tail, d_output, delta, t_lse, row_term, t_query, t_key, t_value,
+                   t_bias, T, S, g_query, C: gl.constexpr):
+    BLOCK_T: gl.constexpr = C.blocks.queries
+    BLOCK_S: gl.constexpr = C.blocks.keys
+    STAGES: gl.constexpr = C.blocks.stages
+    TILE: gl.constexpr = stream.accumulator(BLOCK_S, C)
+    TANGENTS: gl.constexpr = stream.products(C.layout.t_query, C.layout.t_key)
+    B: gl.constexpr = stream.products(C.layout.t_value)
+    DP: gl.constexpr = stream.products(C.layout.t_lse)
+    ROWS: gl.constexpr = stream.layouts(C, "query", "d_output", "t_query")
+    COLUMNS: gl.constexpr = stream.layouts(C, "key", "value", "t_key", "t_value")
+    block, head, batch = tiles.program(gl.cdiv(T, BLOCK_T), C.layout.query.heads, C.band.right is not None)
+    kv_head = head // C.group
+    hidden = (key_start, key_end, query_segments, key_segments, mask)
+    t0 = block * BLOCK_T
+    rows = (t0 + gl.arange(0, BLOCK_T, gl.SliceLayout(1, TILE)))[:, None]
+    walk = tiles.walk_keys(block, block_list, block_counts, batch, head, T, S, C)
+    full = tiles.steps(walk, False)
+    count = full + tiles.steps(walk, True)
+
+    resident = stream.make((query, d_output, t_query), ROWS, BLOCK_T, 1)
+    moving = stream.make((key, value, t_key, t_value), COLUMNS, BLOCK_S, STAGES)
+    stream.publish()
+    stream.fetch(resident, ROWS, BLOCK_T, batch, head, t0)
+    stream.start(moving, COLUMNS, BLOCK_S, STAGES, walk, count, 0, batch, kv_head)
+    log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
+    tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
+    row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
+    mean = tiles.load_optional_column(t_lse, C.layout.t_lse, batch, head, T, rows)
+    w = tiles.load_column(row_term, C.layout.row_term, batch, head, T, rows)
+    gq = stream.nothing(g_query, C.layout.g_query, BLOCK_T, C)
+    zeros = gl.zeros([BLOCK_T, BLOCK_S], gl.float32, TILE)
+    stream.wait(resident, 0, 1, True)
+    q = stream.matrix(resident, 0, 0, ROWS, BLOCK_T)
+    do = stream.matrix(resident, 1, 0, ROWS, BLOCK_T)
+    tq = stream.matrix(resident, 2, 0, ROWS, BLOCK_T)
+
+    for MASKED in gl.static_range(2):
+        for i in range(full if MASKED else 0, count if MASKED else full):
+            s0 = tiles.visited(walk, i) * BLOCK_S
+            at = (batch, head, T, S, t0, s0)
+            columns = (s0 + gl.arange(0, BLOCK_S, gl.SliceLayout(0, TILE)))[None, :]
+            stage = stream.arrive(moving, COLUMNS, BLOCK_S, STAGES, count, i, 0)
+            k = stream.matrix(moving, 0, stage, COLUMNS, BLOCK_S)
+            v = stream.matrix(moving, 1, stage, COLUMNS, BLOCK_S)
+            tk = stream.matrix(moving, 2, stage, COLUMNS, BLOCK_S)
+            tv = stream.matrix(moving, 3, stage, COLUMNS, BLOCK_S)
+            x = stream.queue(q, k, zeros)
+            dp = None if mean is None else stream.queue(do, v, zeros)
+            z = queue_tangent(q, k, tq, tk, zeros)
+            b = stream.queue(do, tv, zeros)
+            x = tiles.capped(stream.arrived(x, DP + TANGENTS + B), C)
+            p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
+            dp = stream.arrived(dp, TANGENTS + B)
+            ds = None if mean is None else p * (dp - row_delta)
+            if tk is not None:
+                gq = stream.accumulate(tiles.through_cap(ds, x, C), tk, gq, C.layout.query, C)
+            z = stream.arrived(z, B + (0 if tk is None else 1))
+            b = stream.arrived(b, 0 if tk is None else 1)
+            if z is not None:
+                z = z * C.scale
+            a, e = centred_tangent(p, x, z, mean, t_bias, at, rows, columns, C)
+            r = second_gradient(row_terms(p, a, row_delta, w), p, e, dp, b)
+            gq = stream.accumulate(second_through_cap(r, ds, x, z, C), k, gq, C.layout.query, C)
+            gq = stream.arrived(gq, 0)
+            stream.refill(moving, COLUMNS, BLOCK_S, STAGES, walk, count, i, 0, batch, kv_head)
+    stream.store_rows(g_query, C.layout.g_query, batch, head, t0, T, BLOCK_T, gq * C.scale, C)
+
+
+@gluon.jit
+def g_key_value_hopper(query, key, value, bias, key_start, key_end, query_segments, key_segments, mask,
+                       block_list, block_counts, lse, lse_tail, d_output, delta, t_lse, row_term, t_query, t_key,
+                       t_value, t_bias, T, S, g_key, g_value, C: gl.constexpr):
+    """g_key or g_value is None where it is not wanted. Tiles are transposed here, keys along rows;
+    one program sums over the query heads of its key head."""
+    BLOCK_T: gl.constexpr = C.blocks.queries
+    BLOCK_S: gl.constexpr = C.blocks.keys
+    STAGES: gl.constexpr = C.blocks.stages
+    TILE: gl.constexpr = stream.accumulator(BLOCK_T, C)
+    TANGENTS: gl.constexpr = stream.products(C.layout.t_query, C.layout.t_key)
+    # What g_key alone needs.
+    DP: gl.constexpr = stream.products(C.layout.t_lse) if C.layout.g_key is not None else 0
+    B: gl.constexpr = stream.products(C.layout.t_value) if C.layout.g_key is not None else 0
+    COLUMNS: gl.constexpr = stream.layouts(C, "key", "value", "t_key", "t_value")
+    ROWS: gl.constexpr = stream.layouts(C, "query", "d_output", "t_query")
+    block, kv_head, batch = tiles.program(gl.cdiv(S, BLOCK_S), C.layout.key.heads, False)
+    hidden = (key_start, key_end, query_segments, key_segments, mask)
+    s0 = block * BLOCK_S
+    columns = (s0 + gl.arange(0, BLOCK_S, gl.SliceLayout(1, TILE)))[:, None]
+
+    resident = stream.make((key, value, t_key, t_value), COLUMNS, BLOCK_S, 1)
+    moving = stream.make((query, d_output, t_query), ROWS, BLOCK_T, STAGES)
+    stream.publish()
+    stream.fetch(resident, COLUMNS, BLOCK_S, batch, kv_head, s0)
+    gk = stream.nothing(g_key, C.layout.g_key, BLOCK_S, C)
+    gv = stream.nothing(g_value, C.layout.g_value, BLOCK_S, C)
+    zeros = gl.zeros([BLOCK_S, BLOCK_T], gl.float32, TILE)
+    k = stream.matrix(resident, 0, 0, COLUMNS, BLOCK_S)
+    v = stream.matrix(resident, 1, 0, COLUMNS, BLOCK_S)
+    tk = stream.matrix(resident, 2, 0, COLUMNS, BLOCK_S)
+    tv = stream.matrix(resident, 3, 0, COLUMNS, BLOCK_S)
+    stream.wait(resident, 0, 1, True)
+
+    turn = 0
+    for member in range(C.group):
+        head = kv_head * C.group + member
+        walk = tiles.walk_queries(block, block_list, block_counts, batch, head, T, S, C)
+        full = tiles.steps(walk, False)
+        count = full + tiles.steps(walk, True)
+        stream.start(moving, ROWS, BLOCK_T, STAGES, walk, count, turn, batch, head)
+        for MASKED in gl.static_range(2):
+            for i in range(full if MASKED else 0, count if MASKED else full):
+                t0 = tiles.visited(walk, i) * BLOCK_T
+                at = (batch, head, T, S, t0, s0)
+                rows = (t0 + gl.arange(0, BLOCK_T, gl.SliceLayout(0, TILE)))[None, :]
+                log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
+                tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
+                row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
+                mean = tiles.load_optional_column(t_lse, C.layout.t_lse, batch, head, T, rows)
+                w = tiles.load_column(row_term, C.layout.row_term, batch, head, T, rows)
+                stage = stream.arrive(moving, ROWS, BLOCK_T, STAGES, count, i, turn)
+                q = stream.matrix(moving, 0, stage, ROWS, BLOCK_T)
+                do = stream.matrix(moving, 1, stage, ROWS, BLOCK_T)
+                tq = stream.matrix(moving, 2, stage, ROWS, BLOCK_T)
+                x = stream.queue(k, q, zeros)
+                z = queue_tangent(k, q, tk, tq, zeros)
+                dp = stream.queue(v, do, zeros) if DP else None
+                b = stream.queue(tv, do, zeros) if B else None
+                x = tiles.capped(stream.arrived(x, TANGENTS + DP + B), C)
+                p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
+                z = stream.arrived(z, DP + B)
+                if z is not None:
+                    z = z * C.scale
+                a, e = centred_tangent(p, x, z, mean, t_bias, at, rows, columns, C)
+                r = row_terms(p, a, row_delta, w)
+                if g_value is not None:
+                    gv = stream.accumulate(e, do, gv, C.layout.value, C)
+                if g_key is not None:
+                    dp = stream.arrived(dp, B + (0 if g_value is None else 1))
+                    b = stream.arrived(b, 0 if g_value is None else 1)
+                    ds = None if mean is None else p * (dp - row_delta)
+                    r = second_gradient(r, p, e, dp, b)
+                    gk = stream.accumulate(second_through_cap(r, ds, x, z, C), q, gk, C.layout.key, C)
+                    if tq is not None:
+                        gk = stream.accumulate(tiles.through_cap(ds, x, C), tq, gk, C.layout.key, C)
+                gk, gv = stream.settled(gk, gv)
+                stream.refill(moving, ROWS, BLOCK_T, STAGES, walk, count, i, turn, batch, head)
+        turn += count
+
+    if g_key is not None:
+        stream.store_rows(g_key, C.layout.g_key, batch, kv_head, s0, S, BLOCK_S, gk * C.scale, C)
+    if g_value is not None:
+        stream.store_rows(g_value, C.layout.g_value, batch, kv_head, s0, S, BLOCK_S, gv, C)

@@ -1,0 +1,206 @@
+"""What the kernels for Hopper share: tiles that the copy engine brings to shared memory, some ahead of use.
+
+A stream is (arrays, buffers, arrived): arrays that advance together, such as (key, value), each a tensor
+descriptor or None; room for `stages` tiles of each; and one barrier a stage, on which its tiles arrive.
+Their layouts travel beside it, in a tuple L. Tiles are [rows, padded width], zero outside of an array.
+
+A kernel's loop turns tile by tile: `arrive` waits for the tiles of this turn, products that read them are
+queued and waited for, and `refill` asks for what comes into their place. `arrive` also arms the barrier
+for that; doing so next to asking would cost one more meeting of all warps.
+"""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait)
+
+from jttt.kernels import tiles
+
+
+@triton.constexpr_function
+def layouts(C, *names):
+    return tuple(getattr(C.layout, name) for name in names)
+
+
+@triton.constexpr_function
+def accumulator(width, C):
+    """Layout of a product with `width` columns, 16 rows to a warp."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[C.blocks.warps, 1], instr_shape=[16, width, 16])
+
+
+@triton.constexpr_function
+def left_operand(width, C):
+    """Layout in registers of what multiplies a tile in shared memory, for a product of `accumulator(width, C)`."""
+    return gl.DotOperandLayout(0, accumulator(width, C), 2)
+
+
+@triton.constexpr_function
+def stage_bytes(L, rows):
+    return sum(2 * rows * tiles.padded(layout.width) for layout in L if layout is not None)
+
+
+@gluon.jit
+def make(arrays, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr):
+    """A stream of which nothing is on its way yet. Call `publish` after the last was made."""
+    buffers = ()
+    for i in gl.static_range(len(arrays)):
+        if arrays[i] is None:
+            buffers = buffers + (None, )
+        else:
+            buffers = buffers + (gl.allocate_shared_memory(
+                arrays[i].dtype, [STAGES, 1, ROWS, 1, tiles.padded(L[i].width)], arrays[i].layout), )
+    arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(arrived.index(stage), count=1)
+    return arrays, buffers, arrived
+
+
+@gluon.jit
+def publish():
+    """Shows the copy engine barriers that were just made."""
+    fence_async_shared()
+
+
+@gluon.jit
+def arm(stream, L: gl.constexpr, ROWS: gl.constexpr, stage, wanted):
+    arrays, buffers, arrived = stream
+    mbarrier.expect(arrived.index(stage), stage_bytes(L, ROWS), pred=wanted)
+
+
+@gluon.jit
+def ask(stream, L: gl.constexpr, stage, batch, head, start, wanted):
+    """Sets the tiles that begin at row `start` on their way, if they are wanted; the stage is armed."""
+    arrays, buffers, arrived = stream
+    for i in gl.static_range(len(arrays)):
+        if arrays[i] is not None:
+            own = tiles.own_batch(batch, L[i]).to(gl.int32)
+            tma.async_load(arrays[i], [own, start, head, 0], arrived.index(stage), buffers[i].index(stage), pred=wanted)
+
+
+@gluon.jit
+def fetch(stream, L: gl.constexpr, ROWS: gl.constexpr, batch, head, start):
+    """Sets the one tile of a stream with one stage on its way; `wait` for it in turn 0."""
+    arm(stream, L, ROWS, 0, True)
+    ask(stream, L, 0, batch, head, start, True)
+
+
+@gluon.jit
+def wait(stream, turn, STAGES: gl.constexpr, wanted):
+    arrays, buffers, arrived = stream
+    mbarrier.wait(arrived.index(turn % STAGES), (turn // STAGES) & 1, pred=wanted)
+
+
+@gluon.jit
+def start(stream, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, walk, count, turn, batch, head):
+    """Sets the first tiles of a walk of `count` tiles on their way, from the stage of `turn` on."""
+    for i in gl.static_range(STAGES):
+        arm(stream, L, ROWS, (turn + i) % STAGES, i < count)
+    for i in gl.static_range(STAGES):
+        ask(stream, L, (turn + i) % STAGES, batch, head, tiles.visited(walk, i) * ROWS, i < count)
+
+
+@gluon.jit
+def arrive(stream, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, count, i, turn):
+    """Waits for tile i of the walk that began in `turn`; returns its stage, armed for the tile that comes after."""
+    wait(stream, turn + i, STAGES, True)
+    stage = (turn + i) % STAGES
+    arm(stream, L, ROWS, stage, i + STAGES < count)
+    return stage
+
+
+@gluon.jit
+def refill(stream, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, walk, count, i, turn, batch, head):
+    """Asks for the tile that comes into the place of tile i, which nothing reads any more."""
+    ask(stream, L, (turn + i) % STAGES, batch, head, tiles.visited(walk, i + STAGES) * ROWS, i + STAGES < count)
+
+
+@gluon.jit
+def matrix(stream, i: gl.constexpr, stage, L: gl.constexpr, ROWS: gl.constexpr):
+    """A stage of the i-th array as a matrix in shared memory; None for an array that is absent."""
+    arrays, buffers, arrived = stream
+    if buffers[i] is None:
+        return None
+    else:
+        return buffers[i].index(stage).reshape([ROWS, tiles.padded(L[i].width)])
+
+
+# Products. They run in the order in which they are queued, while the warps do something else.
+
+
+@triton.constexpr_function
+def products(*operands):
+    """How many products are queued for these operands, given by their layouts, None for absent ones."""
+    return sum(operand is not None for operand in operands)
+
+
+@gluon.jit
+def queue(left, right, zeros):
+    """left · rightᵀ; None where one of them is absent. `zeros` gives the shape and the layout."""
+    if left is None or right is None:
+        return None
+    else:
+        return warpgroup_mma(left, right.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def accumulate(tile, right, acc, L: gl.constexpr, C: gl.constexpr):
+    """acc + tile · right, of a tile in registers and rows of the layout L in shared memory."""
+    left = gl.convert_layout(tile.to(right.dtype), left_operand(tiles.padded(L.width), C))
+    return warpgroup_mma(left, right, acc, is_async=True)
+
+
+@gluon.jit
+def arrived(product, LATER: gl.constexpr):
+    """A queued product once it is there, when the LATER ones queued after it may still run; None for None."""
+    if product is None:
+        return None
+    else:
+        return warpgroup_mma_wait(LATER, deps=[product])
+
+
+@gluon.jit
+def settled(first, second):
+    """Two accumulated products, either of which may be None, once all that was queued is done."""
+    if first is None:
+        return None, warpgroup_mma_wait(0, deps=[second])
+    elif second is None:
+        return warpgroup_mma_wait(0, deps=[first]), None
+    else:
+        return warpgroup_mma_wait(0, deps=[first, second])
+
+
+@gluon.jit
+def nothing(array, L: gl.constexpr, ROWS: gl.constexpr, C: gl.constexpr):
+    """Zeros to accumulate rows of an output in; None for an output that is not wanted."""
+    if array is None:
+        return None
+    else:
+        width: gl.constexpr = tiles.padded(L.width)
+        return gl.zeros([ROWS, width], gl.float32, accumulator(width, C))
+
+
+# Rows in memory, in the layout of a tile that was accumulated.
+
+
+@gluon.jit
+def store_rows(array, L: gl.constexpr, batch, head, start, length, ROWS: gl.constexpr, tile, C: gl.constexpr):
+    """Writes the part of a tile that lies within `length` and the width, in the array's dtype."""
+    pointers, inside = row_pointers(array, L, batch, head, start, length, ROWS, C)
+    gl.store(pointers, tile.to(array.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def load_rows(array, L: gl.constexpr, batch, head, start, length, ROWS: gl.constexpr, C: gl.constexpr):
+    """Such rows, zero past `length` and the width."""
+    pointers, inside = row_pointers(array, L, batch, head, start, length, ROWS, C)
+    return gl.load(pointers, mask=inside, other=0.0)
+
+
+@gluon.jit
+def row_pointers(array, L: gl.constexpr, batch, head, start, length, ROWS: gl.constexpr, C: gl.constexpr):
+    layout: gl.constexpr = accumulator(tiles.padded(L.width), C)
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
+    columns = gl.arange(0, tiles.padded(L.width), gl.SliceLayout(0, layout))[None, :]
+    first = array + tiles.first_element(L, batch, head, start, length)
+    return first + (rows * (L.heads * L.width) + columns), (start + rows < length) & (columns < L.width)
