@@ -109,7 +109,7 @@ def page(results: Results) -> Figure:
         top += plot_height + below
     axes = figure.axes[0]
     figure.legend(*axes.get_legend_handles_labels(), loc="upper center", ncols=6, frameon=False, fontsize=6.5,
-                  bbox_to_anchor=(0.5, 1 - top / HEIGHT), borderpad=0)
+                  bbox_to_anchor=(0.5, 1 - top / HEIGHT), borderpad=0, handlelength=4)
 
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items() if version)
     caption = f"{_problem(run)}: medians of one run\n{run['device']}, {run['date'][:10]}, {versions}"
