@@ -88,13 +88,13 @@ def measure_cell(
     case: Case, pass_name: str, implementation: str, flags: argparse.Namespace
 ) -> list[Record]:
     """The row of one pass of one implementation on one problem."""
-    measured = harness.measure(
+    measured = harness.attempt(lambda: harness.measure(
         workload.PASSES[pass_name](workload.attention_of(implementation, case)),
         workload.rotating_inputs(case, flags.seed),
         iters=flags.iters,
         warmup=flags.warmup,
         repeats=flags.repeats,
-    )
+    ))
     tflops = None
     if measured.milliseconds:
         tflops = workload.operations(pass_name, case) / measured.milliseconds / 1e9

@@ -76,7 +76,8 @@ def _panels(run: Record, rows: Sequence[Record], draw: Callable[[Axes, Sequence[
             axes.set_xlabel(f"{axes.get_xlabel()}\n" + "\n".join(failed))
     handles, labels = max((axes.get_legend_handles_labels() for axes in panels), key=lambda x: len(x[1]))
     if labels:
-        figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False, fontsize=9)
+        figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False, fontsize=9,
+                      handlelength=3.5)
     figure.suptitle(f"{run['device']}, {run['problem']}, {run['date'][:10]}", fontsize=11)
     return figure
 

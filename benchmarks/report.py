@@ -13,6 +13,7 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,14 +109,14 @@ def page(results: Results) -> Figure:
         top += plot_height + below
     axes = figure.axes[0]
     figure.legend(*axes.get_legend_handles_labels(), loc="upper center", ncols=6, frameon=False, fontsize=6.5,
-                  bbox_to_anchor=(0.5, 1 - top / HEIGHT), borderpad=0)
+                  bbox_to_anchor=(0.5, 1 - top / HEIGHT), borderpad=0, handlelength=4)
 
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items() if version)
     caption = f"{_problem(run)}: medians of one run\n{run['device']}, {run['date'][:10]}, {versions}"
     top = write(figure, caption, top + 0.3, size=7, weight="bold")
     top = write(figure, table(results.gradgrad), top + 0.04, size=6.2, family="monospace")
     top = write(figure, "Commands that repeat this", top + 0.1, size=8, weight="bold")
-    write(figure, "\n".join(map(_shortened, [*results.commands, "python -m benchmarks.report"])), top + 0.02, size=5.4,
+    write(figure, "\n".join(map(_wrapped, [*results.commands, "python -m benchmarks.report"])), top + 0.02, size=5.4,
           family="monospace")
     return figure
 
@@ -194,8 +195,8 @@ def _problem(run: Record) -> str:
     return f"{sizes} {row['dtype']}" + (" causal" if row["causal"] else "")
 
 
-def _shortened(command: str) -> str:
-    return command if len(command) <= 150 else command[:149] + "…"
+def _wrapped(command: str) -> str:
+    return " \\\n".join(textwrap.wrap(command, 135, subsequent_indent="    ", break_on_hyphens=False))
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -65,13 +66,16 @@ def cases(flags: argparse.Namespace, causal: bool) -> list[Case]:
                  dtype=harness.DTYPES[flags.dtype], causal=causal) for t in flags.t]
 
 
-@functools.partial(jax.jit, static_argnames=("case", "letters"))
 def draw(case: Case, key: Array, letters: str = "qkv") -> tuple[Array, ...]:
     """An array of standard normal values for each letter: of query's shape for q, else of key's."""
-    keys = jax.random.split(key, len(letters))
-    shapes = [case.shape if letter == "q" else case.key_shape for letter in letters]
-    return tuple(jax.random.normal(each, shape).astype(case.dtype)
-                 for each, shape in zip(keys, shapes, strict=True))
+    return _normal(key, tuple(case.shape if letter == "q" else case.key_shape for letter in letters), case.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("shapes", "dtype"))
+def _normal(key: Array, shapes: tuple[tuple[int, ...], ...], dtype: str) -> tuple[Array, ...]:
+    ends = list(itertools.accumulate(map(math.prod, shapes)))
+    numbers = jnp.split(jax.random.normal(key, ends[-1:]).astype(dtype), ends[:-1])
+    return tuple(x.reshape(shape) for x, shape in zip(numbers, shapes, strict=True))
 
 
 def rotating_inputs(case: Case, seed: int) -> list[Inputs]:
