@@ -62,10 +62,10 @@ TABLE: dict[int, dict[tuple[str, int, int], Blocks]] = {
     90: {
         ("forward_hopper", 64, 2): Blocks(64, 128, 4, 2),
         ("d_query_hopper", 64, 2): Blocks(64, 64, 4, 2),
-        ("d_key_value_hopper", 64, 2): Blocks(64, 64, 4, 2),
+        ("d_key_value_hopper", 64, 2): Blocks(128, 64, 4, 2),
         ("tangent_hopper", 64, 2): Blocks(64, 64, 4, 2),
         ("g_query_hopper", 64, 2): Blocks(64, 64, 4, 2),
-        ("g_key_value_hopper", 64, 2): Blocks(64,64,4,2),
+        ("g_key_value_hopper", 64, 2): Blocks(64, 64, 4, 2),
         ("forward_hopper", 128, 2): Blocks(64, 64, 4, 2),
         ("d_query_hopper", 128, 2): Blocks(64, 64, 4, 2),
         ("d_key_value_hopper", 128, 2): Blocks(64, 64, 4, 2),

@@ -96,20 +96,19 @@ def d_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
                 t0 = tiles.visited(walk, i) * BLOCK_T
                 at = (batch, head, T, S, t0, s0)
                 rows = (t0 + gl.arange(0, BLOCK_T, gl.SliceLayout(0, TILE)))[None, :]
+                log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
+                tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
+                row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
                 stage = stream.arrive(moving, ROWS, BLOCK_T, STAGES, count, i, turn)
                 q = stream.matrix(moving, 0, stage, ROWS, BLOCK_T)
                 do = stream.matrix(moving, 1, stage, ROWS, BLOCK_T)
                 x = stream.queue(k, q, zeros)
                 dp = None if d_key is None else stream.queue(v, do, zeros)
-                # Columns lie across a tile here and take many registers: they are loaded where they are needed.
-                log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
-                tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
                 x = tiles.capped(stream.arrived(x, 0 if d_key is None else 1), C)
                 p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
                 if d_value is not None:
                     dv = stream.accumulate(p, do, dv, C.layout.value, C)
                 if d_key is not None:
-                    row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
                     dp = stream.arrived(dp, 0 if d_value is None else 1)
                     dk = stream.accumulate(tiles.through_cap(p * (dp - row_delta), x, C), q, dk, C.layout.key, C)
                 dk, dv = stream.settled(dk, dv)
