@@ -24,6 +24,9 @@ Arrays = dict[str, jax.Array]
 # What belongs to a key.
 _OF_KEYS = ("key", "value", "key_segments")
 
+# Results that are not of the inputs' dtype.
+_COLUMNS = ("lse", "t_lse", "row_term")
+
 
 def run(run_pass: Callable[..., Arrays], name: str, spec: AttentionSpec, operands: Arrays, wanted: Sequence[str]
         ) -> Arrays:
@@ -55,12 +58,7 @@ def run(run_pass: Callable[..., Arrays], name: str, spec: AttentionSpec, operand
     carry = (_passed_on(keys, ring), *part(keys, 0))
     (_, of_queries, of_keys), _ = jax.lax.scan(step, carry, jnp.arange(1, ring.devices))
     results = of_queries | _passed_on(of_keys, ring)
-    return {array: results[array] if spec.partial or array in _COLUMNS else results[array].astype(operands["query"].dtype)
-            for array in wanted}
-
-
-# Results that are not of the inputs' dtype.
-_COLUMNS = ("lse", "t_lse", "row_term")
+    return {array: x if array in _COLUMNS else x.astype(operands["query"].dtype) for array, x in results.items()}
 
 
 def positions(ring: Ring, device: jax.Array, length: int) -> jax.Array:

@@ -179,7 +179,8 @@ def _zigzag(devices: int) -> np.ndarray:
 def _slices_in_order(x: ArrayLike, order: np.ndarray, axis: int) -> jax.Array:
     x = jnp.asarray(x)
     if x.shape[axis] % len(order):
-        raise ValueError(f"x has length {x.shape[axis]} along axis {axis}: expected a multiple of 2 · devices = {len(order)}")
+        raise ValueError(f"x has length {x.shape[axis]} along axis {axis}: expected a multiple of 2 · devices = "
+                         f"{len(order)}")
     moved = jnp.moveaxis(x, axis, 0)
     slices = moved.reshape(len(order), -1, *moved.shape[1:])[order]
     return jnp.moveaxis(slices.reshape(moved.shape), 0, axis)
