@@ -132,25 +132,34 @@ def plain_arrays() -> use_abstract_mesh:
     return use_abstract_mesh(AbstractMesh((), ()))
 
 
-def mesh_to_divide(context: Any) -> tuple[Mesh | None, bool]:
+def mesh_to_divide(context: Any, is_opaque: bool) -> tuple[Mesh | None, bool]:
     """The devices over which the compiler may divide what is lowered in `context`, and whether they can communicate.
 
-    None inside a `jax.shard_map` over all axes, where each device has its part already; and in a program for export,
-    which could not call back here: there a kernel's operands are gathered. Under a `jax.shard_map` over some axes
-    the others are divided, but collectives would not know their numbers.
+    None inside a `jax.shard_map` over all axes, where each device has its part already; where no sharding names the
+    axes of a mesh; and in a program for export, which could not call back here. The operands of what `is_opaque` to
+    the compiler are then gathered. Under a `jax.shard_map` over some axes the others are divided, but collectives
+    would not know the numbers of their devices.
     """
     devices = context.axis_context
-    if context.lowering_parameters.for_export:
-        return None, False
     if isinstance(devices, SPMDAxisContext):
         manual = [name in devices.manual_axes for name in devices.mesh.axis_names]
         names = [name for name, is_manual in zip(devices.mesh.axis_names, manual, strict=True) if not is_manual]
         rest = devices.mesh.devices[tuple(0 if is_manual else slice(None) for is_manual in manual)]
-        return (Mesh(rest, names) if names else None), False
-    if devices.num_devices == 1 or devices.abstract_mesh is None:
+        mesh = Mesh(rest, names) if names else None
+        communicates = False
+    elif devices.num_devices == 1:
         return None, False
-    shape = devices.abstract_mesh
-    return Mesh(np.array(devices.device_assignment).reshape(shape.axis_sizes), shape.axis_names), True
+    else:
+        shape = devices.abstract_mesh
+        mesh = None if shape is None else Mesh(
+            np.array(devices.device_assignment).reshape(shape.axis_sizes), shape.axis_names)
+        communicates = True
+    if mesh is not None and context.lowering_parameters.for_export:
+        if is_opaque:
+            warnings.warn("attention gathers what is sharded, since a program for export cannot ask how to divide it. "
+                          "Inside jax.shard_map each device has its part.", PartitioningWarning, stacklevel=2)
+        return None, False
+    return mesh, communicates
 
 
 def divided(rule: Rule, outputs: Sequence[Any], mesh: Mesh, communicates: bool, *arrays: jax.Array,

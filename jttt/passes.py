@@ -150,7 +150,7 @@ def _lower_rule(ctx: mlir.LoweringRuleContext, rule, *args, **params):
     """An implementation as part of the program: it sees plain arrays, those of one device under a `jax.shard_map`."""
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ctx.avals_out]
     plain = ctx.replace(avals_in=[jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in])
-    mesh, communicates = partition.mesh_to_divide(ctx.module_context)
+    mesh, communicates = partition.mesh_to_divide(ctx.module_context, is_opaque=rule is _with_kernels)
     function = rule if mesh is None else functools.partial(partition.divided, rule, outputs, mesh, communicates)
     with partition.plain_arrays():
         results = mlir.lower_fun(function, multiple_results=True)(plain, *args, **params)
