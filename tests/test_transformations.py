@@ -53,7 +53,7 @@ def meta_learning():
 def outer_loss(attention, policy, weights, chunks):
     """The loss on the last chunk of weights that took one gradient step on each of the others."""
     def inner_loss(weights, x):
-        heads = [(x @ weights[name]).reshape(EXAMPLES, LENGTH, HEADS, WIDTH) for name in ("query", "key", "value")]
+        heads = [(x @ weights[name]).reshape(*x.shape[:-1], HEADS, WIDTH) for name in ("query", "key", "value")]
         mixed = jax.vmap(attention)(*heads).reshape(x.shape) @ weights["output"]
         return jnp.mean((x + mixed - jnp.roll(x, 1, axis=1))**2)
 
