@@ -14,11 +14,13 @@ Each is a `jax.custom_jvp` function around passes of `passes.py`. The rule of on
 itself, and makes the tangents of its results by a linear map (`linear.py`) that is evaluated by some of
 the others and transposed by others again:
 
-    function           tangents of its results, evaluated               transposed
-    attention          tangent                                          backward
-    backward           double_backward + backward (Φ's Hessian in x is symmetric)     double_backward
-    tangent            second derivative of the plain formulas + tangent    double_backward, backward
-    double_backward    jvp of `reference.second_order`                  vjp of `reference.second_order`
+    function           tangents of its results, evaluated     transposed
+    attention          tangent                                backward
+    backward           double_backward + backward             double_backward
+    tangent            jvp of jvp of plain formulas, tangent  double_backward, backward
+    double_backward    jvp of `reference.second_order`        vjp of `reference.second_order`
+
+(the second row since ⟨d, attention⟩ has a symmetric second derivative in the inputs).
 
 So reverse over reverse, forward over reverse and reverse over forward run kernels end to end; order
 three and up, and forward over forward, differentiate plain formulas, exactly. Derivatives that nobody
@@ -220,8 +222,8 @@ def _backward_tangent(spec: AttentionSpec, wanted: frozenset[str], arguments: Ar
         second = double_backward(spec, wanted, {**arguments, **_as_direction(moved_inputs)})
         parts.append({f"d_{name}": x for name, x in second.items()})
     if moved_cotangents := _nonzero(moved, _COTANGENTS):
-        d_output = moved_cotangents.get("d_output", jnp.zeros_like(arguments["d_output"]))
-        parts.append(backward(spec, wanted, {**arguments, "d_output": d_output, "d_lse": moved_cotangents.get("d_lse")}))
+        still = dict(d_output=jnp.zeros_like(arguments["d_output"]), d_lse=None)
+        parts.append(backward(spec, wanted, {**arguments, **still, **moved_cotangents}))
     return _sum(parts)
 
 

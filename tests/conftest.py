@@ -10,6 +10,10 @@ import jax
 import pytest
 
 
+# Devices for the tests of sharding; everything else runs on the first.
+jax.config.update("jax_num_cpu_devices", 8)
+
+
 def _has_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
