@@ -61,6 +61,17 @@ def run(run_pass: Callable[..., Arrays], name: str, spec: AttentionSpec, operand
     return {array: x if array in _COLUMNS else x.astype(operands["query"].dtype) for array, x in results.items()}
 
 
+def put_together(results: Arrays) -> Arrays:
+    """A pass's results from those for parts of the keys (or of the queries, for what belongs to keys), which lie
+    along a new first axis; with one lse they are those of `forward`."""
+    if "lse" not in results:
+        return {array: jnp.sum(x, axis=0) for array, x in results.items()}
+    lse = jax.nn.logsumexp(results["lse"], axis=0)
+    weights = jnp.exp(results["lse"] - jnp.where(lse == -jnp.inf, 0, lse))
+    output = jnp.sum(results["output"] * jnp.swapaxes(weights, -1, -2)[..., None], axis=0)
+    return dict(output=output, lse=lse)
+
+
 def positions(ring: Ring, device: jax.Array, length: int) -> jax.Array:
     """int32 `[length]`: where in the sequence each entry of a device's part stands."""
     starts = _starts(ring, device, length)
