@@ -63,14 +63,14 @@ def read_records(folder: Path, steps: int) -> list[Record]:
     return [row for row in rows if row.step <= steps]
 
 
-def write_config(folder: Path, config: Config, training: dict[str, Any]) -> None:
-    """Writes config.json: the model's configuration and how it is trained.
+def write_config(folder: Path, config: Config, training: dict[str, Any], files: list[str]) -> None:
+    """Writes config.json: the model's configuration, how it is trained, and from what.
 
     Raises:
       ValueError: the folder holds a run of another configuration.
     """
     path = folder / "config.json"
-    content = {"model": dataclasses.asdict(config), "training": training}
+    content = {"model": dataclasses.asdict(config), "training": training, "data": {"paths": files}}
     if path.exists() and (old := json.loads(path.read_text())) != content:
         changed = [f"{key} was {old.get(part, {}).get(key)!r} and is {value!r}"
                    for part in content for key, value in content[part].items() if old.get(part, {}).get(key) != value]
@@ -79,12 +79,13 @@ def write_config(folder: Path, config: Config, training: dict[str, Any]) -> None
     write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
-def read_config(folder: Path) -> Config:
-    """The model's configuration of the run in a folder."""
+def read_config(folder: Path) -> tuple[Config, dict[str, Any]]:
+    """The model's configuration of the run in a folder, and how it is trained."""
     path = folder / "config.json"
     if not path.exists():
         raise ValueError(f"{folder} has no config.json: expected the folder of a run of examples.ttt_e2e.train")
-    return Config(**json.loads(path.read_text())["model"])
+    content = json.loads(path.read_text())
+    return Config(**content["model"]), content["training"]
 
 
 class Checkpoints:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import itertools
 import time
 from collections import deque
 from pathlib import Path
@@ -53,7 +54,7 @@ class Meter:
 def binned(losses: np.ndarray, bins: int) -> tuple[np.ndarray, np.ndarray]:
     """Edges `[bins + 1]` of equal stretches of positions, and the mean loss of each `[bins]`."""
     edges = np.linspace(0, len(losses), bins + 1).astype(int)
-    return edges, np.array([losses[a:b].mean() for a, b in zip(edges[:-1], edges[1:], strict=True)])
+    return edges, np.array([losses[a:b].mean() for a, b in itertools.pairwise(edges)])
 
 
 def table(runs: dict[str, np.ndarray]) -> str:
@@ -62,7 +63,7 @@ def table(runs: dict[str, np.ndarray]) -> str:
     edges = next(iter(columns.values()))[0]
     names = [f"{name:>14}" for name in runs]
     lines = ["bits per byte on held-out files, by position", f"{'position':>15} " + " ".join(names)]
-    for i, (a, b) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
+    for i, (a, b) in enumerate(itertools.pairwise(edges)):
         lines.append(f"{a:>7}–{b - 1:<7} " + " ".join(f"{means[i]:14.4f}" for _, means in columns.values()))
     lines.append(f"{'all':>15} " + " ".join(f"{losses.mean():14.4f}" for losses in runs.values()))
     return "\n".join(lines)

@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if checkpoints.orbax is None and not args.no_checkpoint:
             raise ValueError(checkpoints.MISSING_ORBAX)
         out.mkdir(parents=True, exist_ok=True)
-        checkpoints.write_config(out, config, dataclasses.asdict(training) | {"data": [str(x) for x in args.data]})
+        checkpoints.write_config(out, config, dataclasses.asdict(training), [str(x) for x in args.data])
     except (OSError, ValueError) as error:
         parser.error(str(error))
 
