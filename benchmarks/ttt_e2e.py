@@ -132,21 +132,16 @@ def measure_reading(flags: argparse.Namespace) -> Iterator[Record]:
 def measure_decode(weights: model.Weights, reader: reading.Reader, config: model.Config, tokens: int, repeats: int
                    ) -> list[float]:
     """Milliseconds per token to decode the first `tokens` of a chunk, greedily, a few times."""
-    times = []
-    for warm in (False, *[True] * repeats):
-        buffer = reading.empty_buffer(config)
-        token, one = jnp.zeros(1, jnp.int32), jnp.ones((), jnp.int32)
 
-        def decode(buffer: reading.Buffer = buffer, token: jax.Array = token) -> jax.Array:
-            for _ in range(tokens):
-                buffer, logits = reading.read_tokens(weights, reader, buffer, token, one, config)
-                token = jnp.argmax(logits).astype(jnp.int32)[None]
-            return token
+    def decode() -> jax.Array:
+        buffer, token, one = reading.empty_buffer(config), jnp.zeros(1, jnp.int32), jnp.ones((), jnp.int32)
+        for _ in range(tokens):
+            buffer, logits = reading.read_tokens(weights, reader, buffer, token, one, config)
+            token = jnp.argmax(logits).astype(jnp.int32)[None]
+        return token
 
-        _, seconds = timed(decode)
-        if warm:
-            times.append(1e3 * seconds / tokens)
-    return times
+    decode()
+    return [1e3 * timed(decode)[1] / tokens for _ in range(repeats)]
 
 
 def timed(function: Callable[[], Any]) -> tuple[Any, float]:
