@@ -10,8 +10,6 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from examples.ttt_e2e.model import Config
 
 try:
@@ -24,11 +22,12 @@ MISSING_ORBAX = ("orbax-checkpoint is not installed, and checkpoints need it: pi
 
 
 class Record(NamedTuple):
-    """One training step: loss in bits per token and norm of the gradient, both before the step's update."""
+    """One training step: loss in bits per byte and norm of its gradient before it, norm of the weights after it."""
 
     step: int
     loss: float
     gradient_norm: float
+    weight_norm: float
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -58,7 +57,7 @@ def read_records(folder: Path, steps: int) -> list[Record]:
     if not path.exists():
         return []
     with path.open(newline="") as file:
-        rows = [Record(int(row["step"]), float(row["loss"]), float(row["gradient_norm"]))
+        rows = [Record(int(row.pop("step")), **{name: float(x) for name, x in row.items()})
                 for row in csv.DictReader(file)]
     return [row for row in rows if row.step <= steps]
 
@@ -114,7 +113,3 @@ class Checkpoints:
         self._manager.wait_until_finished()
         self._manager.close()
 
-
-def finite(record: Record) -> bool:
-    """Whether loss and gradient are numbers, so that the step's update can be kept."""
-    return bool(np.isfinite(record.loss) and np.isfinite(record.gradient_norm))

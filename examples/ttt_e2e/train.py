@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -66,8 +67,6 @@ PRESETS: dict[str, tuple[Config, Training]] = {
         Training(batch=32, steps=2000, learning_rate=2e-3)),
 }
 
-STEPS_BETWEEN_SAVES = 50
-
 
 class State(NamedTuple):
     """What training carries from step to step."""
@@ -77,7 +76,7 @@ class State(NamedTuple):
 
 
 class Diverged(Exception):
-    """A loss or a gradient that is no number."""
+    """A loss, a gradient or weights that are no numbers."""
 
 
 # One step, on all devices.
@@ -100,8 +99,8 @@ def data_mesh() -> jax.sharding.Mesh:
 
 
 def make_step(config: Config, training: Training, mesh: jax.sharding.Mesh, **options: Any
-              ) -> Callable[[State, jax.Array], tuple[State, tuple[jax.Array, jax.Array]]]:
-    """A jitted step: the next state, and the mean loss in nats and the norm of its gradient before it."""
+              ) -> Callable[[State, jax.Array], tuple[State, Record]]:
+    """A jitted step: the next state, and a record of the step as arrays, but for its number."""
     optimizer = outer_optimizer(training)
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
@@ -112,10 +111,12 @@ def make_step(config: Config, training: Training, mesh: jax.sharding.Mesh, **opt
         return jax.lax.pmean(jax.value_and_grad(loss)(weights), "data")
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(state: State, tokens: jax.Array) -> tuple[State, tuple[jax.Array, jax.Array]]:
+    def step(state: State, tokens: jax.Array) -> tuple[State, Record]:
         loss, direction = gradient(state.weights, tokens)
         updates, optimizer_state = optimizer.update(direction, state.optimizer, state.weights)
-        return State(optax.apply_updates(state.weights, updates), optimizer_state), (loss, optax.global_norm(direction))
+        weights = optax.apply_updates(state.weights, updates)
+        record = Record(0, loss / np.log(2), optax.global_norm(direction), optax.global_norm(weights))
+        return State(weights, optimizer_state), record
 
     return step
 
@@ -129,15 +130,16 @@ def start_state(config: Config, training: Training, mesh: jax.sharding.Mesh) -> 
 # The run.
 
 
-def train(config: Config, training: Training, corpus: data.Corpus, out: Path, save: bool) -> Weights:
+def train(config: Config, training: Training, corpus: data.Corpus, out: Path, save_every: int, resumable: bool
+          ) -> Weights:
     """Trains from the last checkpoint in `out`, or from the start, and returns the weights.
 
     Raises:
-      Diverged: a loss or gradient was no number. The last checkpoint is from before.
+      Diverged: a loss, a gradient or the weights were no finite numbers. The last checkpoint is from before.
     """
     mesh = data_mesh()
     state = start_state(config, training, mesh)
-    store = checkpoints.Checkpoints(out) if save else None
+    store = checkpoints.Checkpoints(out) if resumable else None
     done = 0
     if store and store.latest() is not None:
         state, done = store.restore(state), store.latest()
@@ -147,12 +149,11 @@ def train(config: Config, training: Training, corpus: data.Corpus, out: Path, sa
     sharding = NamedSharding(mesh, P("data"))
     meter = report.Meter(config, training.batch)
 
-    def settle(step: int, metrics: tuple[jax.Array, jax.Array]) -> None:
+    def settle(step: int, record: Record) -> None:
         """Waits for a step's numbers and looks at them."""
-        loss, norm = map(float, metrics)
-        record = Record(step, loss / np.log(2), norm)
-        if not checkpoints.finite(record):
-            raise Diverged(f"step {step}: the loss was {loss} and the norm of its gradient {norm}: expected numbers")
+        record = Record(step, *map(float, record[1:]))
+        if not all(map(math.isfinite, record)):
+            raise Diverged(f"step {step}: {record}: expected finite numbers")
         records.append(record)
         progress.set_description("training", refresh=False)
         progress.set_postfix_str(f"{record.loss:.3f} bits/byte, {meter.read()}")
@@ -162,12 +163,12 @@ def train(config: Config, training: Training, corpus: data.Corpus, out: Path, sa
         with tqdm(total=training.steps, initial=done, desc="compiling", unit="step") as progress:
             for step in range(done + 1, training.steps + 1):
                 tokens = data.batch(corpus.training, config.sequence + 1, training.batch, training.seed, step)
-                state, metrics = step_of(state, jax.device_put(tokens, sharding))
+                state, record = step_of(state, jax.device_put(tokens, sharding))
                 # Look at the step before, so that the devices have work while the host waits.
                 if pending:
                     settle(*pending)
-                pending = step, metrics
-                if step % STEPS_BETWEEN_SAVES == 0 or step == training.steps:
+                pending = step, record
+                if step % save_every == 0 or step == training.steps:
                     settle(*pending)
                     pending = None
                     checkpoints.write_records(out, records)
@@ -175,6 +176,7 @@ def train(config: Config, training: Training, corpus: data.Corpus, out: Path, sa
                         store.save(step, state)
                 progress.update()
     finally:
+        checkpoints.write_records(out, records)
         if store:
             store.close()
     return state.weights
@@ -207,6 +209,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="files, or folders of files, text or not (default: the Python standard library)")
     add("--out", type=Path, metavar="FOLDER", help="default: runs/ttt_e2e/CONFIG-MODE")
     add("--no-checkpoint", action="store_true", help="write no checkpoints and resume from none; needs no orbax")
+    add("--save-every", type=int, default=50, metavar="N", help="steps between checkpoints (default 50)")
     add("--held-out", type=int, default=128, metavar="N", help="passages of held-out files to evaluate on, at most "
         "(default 128)")
     for kind, fields in ((Config, ("sequence", "chunk", "window", "layers", "width", "heads", "hidden", "inner_lr",
@@ -234,8 +237,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         config.check()
         if training.batch < 1 or training.batch % jax.device_count():
             raise ValueError(f"batch was {training.batch}: expected a multiple of the {jax.device_count()} devices")
-        if training.steps < 1 or args.held_out < 1:
-            raise ValueError("steps or held-out was below 1: expected at least 1")
+        for name, value in (("steps", training.steps), ("held-out", args.held_out), ("save-every", args.save_every)):
+            if value < 1:
+                raise ValueError(f"{name} was {value}: expected at least 1")
         corpus = data.load(args.data, config.sequence + 1)
         if checkpoints.orbax is None and not args.no_checkpoint:
             raise ValueError(checkpoints.MISSING_ORBAX)
@@ -246,12 +250,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     started = time.monotonic()
     try:
-        weights = train(config, training, corpus, out, save=not args.no_checkpoint)
+        weights = train(config, training, corpus, out, args.save_every, resumable=not args.no_checkpoint)
         trained = time.monotonic()
         losses = evaluate(config, weights, corpus.held_out, training.batch, args.held_out)
     except Diverged as error:
-        print(f"stopped. {error}. The last checkpoint in {out} is from before; a lower --learning-rate or --inner-lr "
-              "may help, in another --out", file=sys.stderr)
+        print(f"stopped at {error}. The last checkpoint in {out} is from before; a lower --learning-rate or --inner-lr "
+              "may help, with another --out", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"interrupted; the same command goes on from the last checkpoint in {out}", file=sys.stderr)
