@@ -90,9 +90,8 @@ def measure_step(flags: argparse.Namespace, sequence: int, batch: int, attention
     def loss(weights: model.Weights, tokens: jax.Array) -> jax.Array:
         return jnp.mean(model.batch_losses(weights, tokens, config, attend_chunk=ATTENTIONS[attention]))
 
-    iters = flags.iters if sequence <= 8192 else 1
-    measured = harness.measure(jax.value_and_grad(loss), [(weights, jnp.asarray(tokens, jnp.int32))], iters=iters,
-                               warmup=1, repeats=flags.repeats)
+    measured = harness.measure(jax.value_and_grad(loss), [(weights, jnp.asarray(tokens, jnp.int32))],
+                               iters=flags.iters, warmup=flags.warmup, repeats=flags.repeats)
     tokens_per_second = None
     if measured.milliseconds:
         tokens_per_second = batch * config.sequence / measured.milliseconds * 1e3
@@ -229,7 +228,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--scale", type=harness.positive_int, default=1, help="divisor of all sizes, for a try-out")
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     harness.add_run_flags(parser)
-    parser.set_defaults(iters=3, repeats=5)
+    parser.set_defaults(iters=1, warmup=1, repeats=5)
     return parser
 
 

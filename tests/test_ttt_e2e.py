@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jttt
+from benchmarks import harness
 from benchmarks import ttt_e2e as benchmark
 from examples.ttt_e2e import checkpoints, compare, data, generate, model, reading, train
 from tests import plain
@@ -43,7 +45,7 @@ def draw(config: model.Config, batch: int = 2) -> tuple[model.Weights, jax.Array
 @pytest.fixture(scope="module", autouse=True)
 def cheap_compilation():
     """Nearly all of the time is compilation: do it roughly."""
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
@@ -133,12 +135,25 @@ def test_decoding_token_by_token_predicts_what_training_does(mode, prompt):
     np.testing.assert_allclose(losses, expected[prompt - 1:], rtol=1e-5)  # Logits are float32.
 
 
-@pytest.mark.usefixtures("float64")
 def test_the_benchmarks_own_attention_computes_the_same():
-    weights, tokens = draw(SMALL, batch=1)
-    gradients = [jax.jit(jax.grad(lambda weights, attend=attend: model.batch_losses(
-        weights, tokens, SMALL, attend_chunk=attend).mean()))(weights) for attend in benchmark.ATTENTIONS.values()]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *gradients)  # Float32 scores.
+    random = np.random.default_rng(0)
+    query, key, value, *held = (jnp.asarray(random.standard_normal((T, 2, 4)), jnp.float32) for T in (4, 4, 4, 6, 6))
+    for length in (0, 5, 6):
+        cache = jttt.KeyValueCache(*held, jnp.int32(length))
+        ours, theirs = (attend(query, key, value, cache) for attend in benchmark.ATTENTIONS.values())
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), ours, theirs)
+
+
+def test_the_benchmarks_cells_run():
+    flags = benchmark.build_parser().parse_args(["--scale", "256", "--iters", "1", "--repeats", "1"])
+    cells = [cell for part in flags.parts for cell in benchmark.cells_of(part)]
+    assert cells == ["8192-4-jttt", "8192-4-xla", "32768-1-jttt", "131072-1-jttt", "reading"]
+    step, = benchmark.run_cell(flags, "8192-4-xla")
+    assert (step["attention"], step["sequence"], step["batch"], step["failure"]) == ("xla", 32, 4, None)
+    lengths = list(benchmark.run_cell(flags, "reading"))
+    assert [row["tokens"] for row in lengths] == [32, 64, 128, 256, 512]
+    table = harness.describe_run("benchmarks.ttt_e2e", [], jax.devices()[0]) | {"steps": [step], "reading": lengths}
+    benchmark.print_report(table)
 
 
 def test_the_benchmarks_model_is_of_the_papers_size():

@@ -93,6 +93,11 @@ def outer_optimizer(training: Training) -> optax.GradientTransformation:
                         lambda path, _: not str(path[-1].key).endswith("_norm"), weights)))
 
 
+def norm(tree: Any) -> jax.Array:
+    """Euclidean norm of all numbers in a tree."""
+    return jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(tree)))
+
+
 def data_mesh() -> jax.sharding.Mesh:
     """All devices, along one axis over which batches are sharded."""
     return jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -115,7 +120,7 @@ def make_step(config: Config, training: Training, mesh: jax.sharding.Mesh, **opt
         loss, direction = gradient(state.weights, tokens)
         updates, optimizer_state = optimizer.update(direction, state.optimizer, state.weights)
         weights = optax.apply_updates(state.weights, updates)
-        record = Record(0, loss / np.log(2), optax.global_norm(direction), optax.global_norm(weights))
+        record = Record(0, loss / np.log(2), norm(direction), norm(weights))
         return State(weights, optimizer_state), record
 
     return step
