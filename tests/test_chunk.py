@@ -57,6 +57,7 @@ def test_a_batch_in_one_call_or_under_vmap():
     plain.assert_close(plain.orders(jax.vmap(batched), arrays, directions), exact, 1e-12)
 
 
+@pytest.mark.oldest
 def test_a_traced_length_under_scan():
     T, chunk, window = 24, 4, 8
     arrays, directions = drawn(Problem(T=T, S=T, N=2, K=2, H=4))

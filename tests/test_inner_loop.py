@@ -114,6 +114,7 @@ def test_recomputing_keeps_fewer_arrays():
     assert kept(None) > 2 * kept(1)
 
 
+@pytest.mark.oldest
 def test_a_batch_under_vmap():
     weights, carry, chunks = drawn(3)
     run = functools.partial(in_scan, OPTIMIZERS["adam"], checkpoint_every=2)

@@ -109,9 +109,19 @@ def test_the_meta_gradient_equals_that_of_loops_and_plain_attention():
 @pytest.mark.usefixtures("float64")
 def test_without_a_learning_rate_chunks_equal_the_whole_sequence():
     weights, tokens = draw(SMALL)
-    chunked = model.batch_losses(weights, tokens, dataclasses.replace(SMALL, inner_lr=0.0))
-    np.testing.assert_allclose(chunked, model.batch_losses(weights, tokens, dataclasses.replace(SMALL, mode="window")),
-                               rtol=1e-11)
+
+    def losses_and_gradient(config):
+        def loss(weights):
+            losses = model.batch_losses(weights, tokens, config)
+            return jnp.mean(jnp.sin(losses)), losses
+
+        (_, losses), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(weights)
+        return losses, gradient
+
+    chunked, gradient = losses_and_gradient(dataclasses.replace(SMALL, inner_lr=0.0))
+    window, window_gradient = losses_and_gradient(dataclasses.replace(SMALL, mode="window"))
+    np.testing.assert_allclose(chunked, window, rtol=1e-11)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-11), gradient, window_gradient)
     full = model.batch_losses(weights, tokens, dataclasses.replace(SMALL, mode="full"))
     np.testing.assert_allclose(chunked[:, :SMALL.window], full[:, :SMALL.window], rtol=1e-11)
     assert (np.abs(chunked - full)[:, SMALL.window:] > 1e-9).all()

@@ -16,7 +16,7 @@ from examples.ttt_e2e import report
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table and writes the picture."""
-    parser = report.teaching_parser(__doc__)
+    parser = report.teaching_parser("compare", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="FOLDER", help="the --out of a finished run")
     parser.add_argument("--out", type=Path, default=Path("runs/ttt_e2e/loss_by_position.png"), metavar="FILE.png")
     args = parser.parse_args(argv)

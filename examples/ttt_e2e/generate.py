@@ -58,7 +58,7 @@ def write(weights: Weights, config: Config, prompt: bytes, count: int, temperatu
 
 def make_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = report.teaching_parser(__doc__)
+    parser = report.teaching_parser("generate", __doc__)
     add = parser.add_argument
     add("run", type=Path, metavar="FOLDER", help="the --out of examples.ttt_e2e.train, with a checkpoint")
     source = parser.add_mutually_exclusive_group(required=True)

@@ -23,10 +23,11 @@ _PEAK = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S"
 _COLORS = {"ttt": "tab:blue", "window": "tab:orange", "full": "tab:green"}
 
 
-def teaching_parser(description: str) -> argparse.ArgumentParser:
-    """A parser with a module's docstring as its help, the indented examples at its end."""
+def teaching_parser(command: str, description: str) -> argparse.ArgumentParser:
+    """The parser of one of the commands, with its module's docstring as help, the indented examples at the end."""
     text, examples = description.rsplit("\n\n    ", 1)
-    return argparse.ArgumentParser(description=text, epilog="examples:\n    " + examples,
+    return argparse.ArgumentParser(prog=f"python -m examples.ttt_e2e.{command}", description=text,
+                                   epilog="examples:\n    " + examples,
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
 
 

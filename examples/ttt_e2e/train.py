@@ -203,9 +203,38 @@ def evaluate(config: Config, weights: Weights, documents: Sequence[np.ndarray], 
 # The command.
 
 
+# Fields of a preset that have a flag, and what it says.
+OVERRIDES: tuple[dict[str, str], dict[str, str]] = ({
+    "sequence": "bytes that a training sequence predicts, a multiple of --chunk",
+    "chunk": "bytes between two steps of the fast MLPs",
+    "window": "bytes that attention reaches, at least --chunk",
+    "layers": "blocks, of which the last quarter learn while reading",
+    "width": "of the blocks, an even multiple of --heads",
+    "heads": "of attention in each block",
+    "hidden": "width inside of the MLPs",
+    "inner_lr": "learning rate of the fast MLPs, their gradient being clipped to norm 1",
+    "checkpoint_every": "chunks to compute again together in a gradient",
+}, {
+    "batch": "sequences in a step, a multiple of the devices",
+    "steps": "steps of training",
+    "learning_rate": "highest learning rate of AdamW",
+    "seed": "of the weights and of the passages drawn",
+})
+
+
+def add_preset_flags(parser: argparse.ArgumentParser) -> None:
+    """A flag for each of `OVERRIDES`, with the presets' values in its help."""
+    group = parser.add_argument_group("in place of the config's own", "defaults are those of " + ", ".join(PRESETS))
+    for part, texts in enumerate(OVERRIDES):
+        for field, text in texts.items():
+            values = [getattr(preset[part], field) for preset in PRESETS.values()]
+            group.add_argument(f"--{field.replace('_', '-')}", type=type(values[0]), metavar="N",
+                               help=f"{text} ({', '.join(map(str, values))})")
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = report.teaching_parser(__doc__)
+    parser = report.teaching_parser("train", __doc__)
     add = parser.add_argument
     add("--config", choices=PRESETS, default="tiny", help="sizes: tiny for a CPU, small and base for a GPU")
     add("--mode", choices=model.MODES, default="ttt", help="what reads: learning through a window, the window alone, "
@@ -217,13 +246,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--save-every", type=int, default=50, metavar="N", help="steps between checkpoints (default 50)")
     add("--held-out", type=int, default=128, metavar="N", help="passages of held-out files to evaluate on, at most "
         "(default 128)")
-    for kind, fields in ((Config, ("sequence", "chunk", "window", "layers", "width", "heads", "hidden", "inner_lr",
-                                   "checkpoint_every")),
-                         (Training, ("batch", "steps", "learning_rate", "seed"))):
-        for field in fields:
-            of_preset = ", ".join(f"{getattr(preset[kind is Training], field)}" for preset in PRESETS.values())
-            add(f"--{field.replace('_', '-')}", type=type(getattr(PRESETS["tiny"][kind is Training], field)),
-                metavar=field[0].upper(), help=f"{field.replace('_', ' ')}, instead of the config's ({of_preset})")
+    add_preset_flags(parser)
     return parser
 
 
