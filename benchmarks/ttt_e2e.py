@@ -123,7 +123,7 @@ def measure_reading(flags: argparse.Namespace) -> Iterator[Record]:
             reader, seconds = timed(functools.partial(reading.learn_chunk, weights, reader, chunk(), config))
             prefill.append(1e3 * seconds / config.chunk)
             read += config.chunk
-        decode = measure_decode(weights, reader, config, min(config.chunk, 256 // min(flags.scale, 16)), flags.repeats)
+        decode = measure_decode(weights, reader, config, min(config.chunk, 128 // min(flags.scale, 16)), flags.repeats)
         yield {"tokens": read, "chunk": config.chunk, "window": config.window,
                "prefill_ms_per_token": float(np.median(prefill)), "decode_ms_per_token": float(np.median(decode))}
 
