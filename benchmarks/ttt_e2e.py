@@ -161,12 +161,13 @@ def peak_bytes() -> int | None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures what the flags ask for, saves it after every cell, and prints the tables."""
     argv = sys.argv[1:] if argv is None else argv
-    flags = build_parser().parse_args(argv)
+    if "--cell" not in argv:
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # The cells need the memory; this process only waits.
+    flags, device = harness.parse(build_parser(), argv)
     if flags.cell:
-        print(json.dumps(list(run_cell(flags, flags.cell))))
+        with jax.default_device(device):
+            print(json.dumps(list(run_cell(flags, flags.cell))))
         return
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # The cells need the memory; this process only waits.
-    device = harness.select_device(flags.device)
     report = harness.describe_run("benchmarks.ttt_e2e", argv, device) | {"steps": [], "reading": []}
     out = flags.out or harness.default_out("ttt_e2e", device)
     cells = [cell for part in flags.parts for cell in cells_of(part)]
@@ -223,20 +224,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.ttt_e2e", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--parts", type=harness.comma_separated(part), default=list(PARTS), metavar="PART,PART",
+        "--parts", type=harness.one_of(*PARTS), default=list(PARTS), metavar="PART,PART",
         help=f"what to measure, of {', '.join(PARTS)} (default all)")
     parser.add_argument("--scale", type=harness.positive_int, default=1, help="divisor of all sizes, for a try-out")
     parser.add_argument("--cell", help=argparse.SUPPRESS)
-    harness.add_run_flags(parser)
-    parser.set_defaults(iters=1, warmup=1, repeats=5)
+    harness.add_run_flags(parser, iters=1, repeats=5, warmup=1)
     return parser
-
-
-def part(text: str) -> str:
-    """A part's name, for `argparse`."""
-    if text not in PARTS:
-        raise argparse.ArgumentTypeError(f"unknown part {text!r}, known are {', '.join(PARTS)}")
-    return text
 
 
 if __name__ == "__main__":
