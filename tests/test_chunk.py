@@ -12,7 +12,7 @@ import jttt
 from tests import jaxprs, plain
 from tests.plain import Problem
 
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = pytest.mark.usefixtures("float64", "cheap_compilation")
 
 
 def chunked(query, key, value, *, chunk: int, window: int, **options) -> jax.Array:
@@ -40,7 +40,7 @@ def drawn(problem: Problem, dtype: str = "float64") -> tuple[list, list]:
 
 
 @pytest.mark.parametrize(("T", "chunk", "window"), [
-    (12, 4, 6), (12, 6, 4), (9, 5, 5), (3, 1, 2), (7, 7, 7), (5, 3, 100),
+    (12, 4, 6), (12, 6, 4), (3, 1, 2), (7, 7, 7), (5, 3, 100),
 ])
 def test_chunks_equal_the_whole_sequence_to_second_order(T, chunk, window):
     arrays, directions = drawn(Problem(T=T, S=T, N=4, K=2, H=5, E=3))

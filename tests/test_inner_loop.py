@@ -16,7 +16,7 @@ import pytest
 import jttt
 from tests import jaxprs
 
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = pytest.mark.usefixtures("float64", "cheap_compilation")
 
 CHUNKS, LENGTH, WIDTH = 5, 3, 4
 OPTIMIZERS = {

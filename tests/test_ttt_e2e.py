@@ -23,6 +23,8 @@ from benchmarks import ttt_e2e as benchmark
 from examples.ttt_e2e import checkpoints, compare, data, generate, model, reading, train
 from tests import plain
 
+pytestmark = pytest.mark.usefixtures("cheap_compilation")
+
 ROOT = Path(__file__).parents[1]
 PATIENCE = 300  # Seconds, for a machine that is busy with other work.
 
@@ -40,15 +42,6 @@ def draw(config: model.Config, batch: int = 2) -> tuple[model.Weights, jax.Array
     weights = jax.tree.map(lambda x: jnp.asarray(x + 0.1 * random.standard_normal(x.shape), config.dtype),
                            model.init_weights(config, 0))
     return weights, jnp.asarray(random.integers(config.vocabulary, size=(batch, config.sequence + 1)), jnp.int32)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cheap_compilation():
-    """Nearly all of the time is compilation: do it roughly."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 # The model.
