@@ -88,7 +88,7 @@ def test_the_meta_gradient_equals_that_of_loops_and_plain_attention():
         return jnp.mean(losses), losses
 
     def exact(weights):
-        losses = jnp.stack([plain_losses(weights, row, SMALL) for row in tokens])
+        losses = jax.vmap(lambda row: plain_losses(weights, row, SMALL))(tokens)
         return jnp.mean(losses), losses
 
     (_, losses), gradient = jax.jit(jax.value_and_grad(ours, has_aux=True))(weights)
@@ -295,6 +295,15 @@ def test_generation(completed, folder, capsysbinary):
     prompt = folder / "data" / "one.txt"
     assert generate.main([str(completed), "--prompt", str(prompt), "--bytes=20"]) == 0
     assert len(capsysbinary.readouterr().out) == 20
+
+
+def test_generation_needs_a_checkpoint(completed, tmp_path, capsys):
+    config = (completed / "config.json").read_bytes()
+    (tmp_path / "config.json").write_bytes(config)
+    with pytest.raises(SystemExit):
+        generate.main([str(tmp_path), "--text=a"])
+    assert "has no checkpoint yet: expected a run without --no-checkpoint" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
 def test_comparison(completed, folder, capsys):

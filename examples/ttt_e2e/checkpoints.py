@@ -87,6 +87,11 @@ def read_config(folder: Path) -> tuple[Config, dict[str, Any]]:
     return Config(**content["model"]), content["training"]
 
 
+def exist(folder: Path) -> bool:
+    """Whether a run in this folder writes checkpoints."""
+    return (folder / "checkpoints").is_dir()
+
+
 class Checkpoints:
     """The last two states of a run, each written beside the others and renamed when it is whole."""
 

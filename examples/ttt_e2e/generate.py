@@ -28,11 +28,12 @@ def load(folder: Path) -> tuple[Config, Weights]:
       ValueError: the folder holds no run, or none with a checkpoint.
     """
     config, training = checkpoints.read_config(folder)
-    store = checkpoints.Checkpoints(folder)
-    if store.latest() is None:
+    store = checkpoints.Checkpoints(folder) if checkpoints.exist(folder) else None
+    if store is None or store.latest() is None:
         raise ValueError(f"{folder} has no checkpoint yet: expected a run without --no-checkpoint")
-    like = train.start_state(config, train.Training(**training), train.data_mesh())
-    return config, store.restore(like).weights
+    state = store.restore(train.start_state(config, train.Training(**training), train.data_mesh()))
+    store.close()
+    return config, state.weights
 
 
 def write(weights: Weights, config: Config, prompt: bytes, count: int, temperature: float, seed: int) -> Iterator[int]:

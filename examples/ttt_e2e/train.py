@@ -64,7 +64,7 @@ PRESETS: dict[str, tuple[Config, Training]] = {
         Training(batch=16, steps=300, learning_rate=3e-3)),
     "base": (
         Config(layers=12, width=768, heads=12, hidden=2048, sequence=8192, chunk=512, window=1024),
-        Training(batch=32, steps=2000, learning_rate=2e-3)),
+        Training(batch=16, steps=3000, learning_rate=2e-3)),
 }
 
 
