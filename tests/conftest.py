@@ -41,3 +41,12 @@ def float64():
     """Float64 arrays stay what they are for a whole module."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(scope="module")
+def cheap_compilation():
+    """For a module of many small programs, whose time is nearly all compilation: do it roughly."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
