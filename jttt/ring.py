@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from jttt import attention as arguments
 from jttt import derivatives, parts, passes
-from jttt.spec import AttentionSpec, Band, Implementation, Ring, SequenceLayout
+from jttt.spec import AttentionSpec, Band, Implementation, Ring, SequenceLayout, default_precision
 
 
 @overload
@@ -114,7 +114,7 @@ def ring_attention(
 
     spec = AttentionSpec(
         scale=float(scale), soft_cap=arguments._checked_soft_cap(logits_soft_cap), ring=ring,
-        precision=arguments._PRECISIONS.get(jax.config.jax_default_matmul_precision, "tf32x3"),
+        precision=default_precision(),
         implementation=implementation)
     made = derivatives.attention(spec, passes.varying_alike(dict(
         query=query, key=key, value=value, bias=None, sinks=None, key_start=start, key_end=end,

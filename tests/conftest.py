@@ -9,7 +9,6 @@ import hypothesis
 import jax
 import pytest
 
-
 # Devices for the tests of sharding; everything else runs on the first.
 jax.config.update("jax_num_cpu_devices", 8)
 

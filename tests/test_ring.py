@@ -54,8 +54,8 @@ def orders(function, weights, slopes):
     return all_orders
 
 
-def ring_orders(arrays, directions, count, layout, **options):
-    """`plain.orders`, over `count` devices."""
+def ring_orders(arrays, directions, count, layout, on=None, **options):
+    """`plain.orders`, over `count` devices; simulated ones, unless others are given."""
     move, back = (functools.partial(f, devices=count) if layout == "zigzag" else (lambda x: x)
                   for f in (jttt.to_zigzag, jttt.from_zigzag))
 
@@ -63,8 +63,10 @@ def ring_orders(arrays, directions, count, layout, **options):
         attention = functools.partial(jttt.ring_attention, axis_name="seq", layout=layout, return_residual=True)
         return orders(lambda *x: plain.joined(*attention(*x, **options)), directions[0], directions[1:])(arrays)
 
-    mapped = jax.shard_map(local, mesh=devices.mesh(seq=count), in_specs=SEQUENCE, out_specs=SEQUENCE)
-    results, collectives = devices.compiled(mapped, *jax.tree.map(move, (arrays, directions)))
+    mesh = devices.mesh(seq=count) if on is None else jax.make_mesh((count,), ("seq",), devices=on)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=SEQUENCE, out_specs=SEQUENCE)
+    moved = [[move(np.asarray(x)) for x in xs] for xs in (arrays, directions)]
+    results, collectives = devices.compiled(mapped, *jax.device_get(moved))
     output, first, second = jax.tree.map(back, results)
     names = ("query", "key", "value")
     return ({"output": output} | {f"d_{name}": x for name, x in zip(names, first, strict=True)}
@@ -183,6 +185,17 @@ def test_zigzag_gives_each_device_both_ends():
     x = np.random.default_rng(0).standard_normal((2, 3, 24))
     np.testing.assert_array_equal(jttt.from_zigzag(jttt.to_zigzag(x, devices=4, axis=-1), devices=4, axis=-1),
                                   x.astype(jnp.asarray(x).dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_kernels_over_all_gpus(layout):
+    """On one GPU too, where the ring is of one device."""
+    count = len(jax.devices())
+    arrays, directions = Problem(B=1, T=256 * count, S=256 * count, N=4, K=2, H=64).draw(jnp.bfloat16)
+    results, _ = ring_orders(arrays, directions, count, layout, jax.devices(), is_causal=True, implementation="triton")
+    plain.assert_close(results, plain.exact_orders(
+        lambda *x: plain.joined(*plain.attention(*x, is_causal=True)), arrays, directions), 2e-2)
 
 
 # Errors.

@@ -224,3 +224,20 @@ def test_sharded_arrays_run_kernels():
     text = jax.jit(lambda arrays: dense.orders(attention, arrays)).lower(placed).compile().as_text()
     for kernel in ("forward", "d_query", "d_key_value", "tangent", "g_query", "g_key_value"):
         assert f"jttt_{kernel}_kernel" in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("letters", [dict(B="gpus"), dict(N="gpus", K="gpus"), dict(T="gpus")], ids=str)
+def test_several_gpus_each_run_kernels_on_their_part(letters):
+    count = len(jax.devices())
+    if count < 2:
+        pytest.skip("needs two GPUs")
+    sizes = Sizes(B=count, T=128 * count, S=192, N=count, K=count, H=64, E=64)
+    arguments = dense.floats(sizes.draw() | dict(is_causal=True), jnp.bfloat16)
+    mesh = jax.make_mesh((count,), ("gpus",), axis_types=(AxisType.Auto,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PartitioningWarning)
+        results, collectives = sharded_orders(
+            arguments, mesh, functools.partial(attention, implementation="triton"), **letters)
+    assert set(collectives) <= ({"all-reduce"} if "T" in letters else set())
+    plain.assert_close(results, dense.exact_orders(arguments), 2e-2)
