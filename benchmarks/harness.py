@@ -292,6 +292,11 @@ def add_run_flags(parser: argparse.ArgumentParser, *, iters: int = 10, repeats: 
         "--warmup", type=positive_int, default=warmup, metavar="W",
         help=f"launches before the first that is timed (default {warmup})",
     )
+    add_place_flags(parser, suffix=suffix)
+
+
+def add_place_flags(parser: argparse.ArgumentParser, *, suffix: str = ".json") -> None:
+    """Those of them that say where to run and where to write."""
     place = parser.add_argument_group("run")
     place.add_argument("--seed", type=int, default=0, help="seed of the random inputs (default 0)")
     place.add_argument(

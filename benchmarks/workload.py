@@ -68,11 +68,12 @@ def cases(flags: argparse.Namespace, causal: bool) -> list[Case]:
 
 def draw(case: Case, key: Array, letters: str = "qkv") -> tuple[Array, ...]:
     """An array of standard normal values for each letter: of query's shape for q, else of key's."""
-    return _normal(key, tuple(case.shape if letter == "q" else case.key_shape for letter in letters), case.dtype)
+    return normal(key, tuple(case.shape if letter == "q" else case.key_shape for letter in letters), case.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("shapes", "dtype"))
-def _normal(key: Array, shapes: tuple[tuple[int, ...], ...], dtype: str) -> tuple[Array, ...]:
+def normal(key: Array, shapes: tuple[tuple[int, ...], ...], dtype: str) -> tuple[Array, ...]:
+    """An array of standard normal values for each shape."""
     ends = list(itertools.accumulate(map(math.prod, shapes)))
     numbers = jnp.split(jax.random.normal(key, ends[-1:]).astype(dtype), ends[:-1])
     return tuple(x.reshape(shape) for x, shape in zip(numbers, shapes, strict=True))
@@ -84,13 +85,17 @@ def rotating_inputs(case: Case, seed: int) -> list[Inputs]:
 
 
 def rotation(case: Case) -> int:
-    """How many sets of inputs that takes.
+    """How many sets of inputs that takes."""
+    numbers = math.prod(case.shape) + 2 * math.prod(case.key_shape)
+    return sets_beyond_cache(numbers * jnp.dtype(case.dtype).itemsize)
+
+
+def sets_beyond_cache(set_bytes: int) -> int:
+    """How many sets of inputs of a size are more than a cache holds.
 
     There are at least two, and at most 64: sets so small that even 64 fit in a cache belong to
     launches whose time is latency, not memory.
     """
-    numbers = math.prod(case.shape) + 2 * math.prod(case.key_shape)
-    set_bytes = numbers * jnp.dtype(case.dtype).itemsize
     return min(max(2, math.ceil(_ROTATION_BYTES / set_bytes)), 64)
 
 
@@ -197,7 +202,7 @@ PASSES: dict[str, Callable[[Attention], Callable]] = {
 # Matrix products in each pass, of 2·T·T·H operations a head: a forward has 2, a backward 5, the
 # gradient of a backward 15. The meta-gradient of a loss that bends with the output ends with one
 # more backward; the mean's gradient does not depend on the output, so nothing is left for it.
-_PRODUCTS = {"forward": 2, "gradient": 2 + 5, "meta-gradient": 2 + 5 + 15}
+_PRODUCTS = {"forward": 2, "gradient": 2 + 5, "order two": 15, "meta-gradient": 2 + 5 + 15}
 
 
 def operations(pass_name: str, case: Case) -> int:
