@@ -32,7 +32,7 @@ SMALL = model.Config(layers=2, width=8, heads=2, hidden=12, vocabulary=11, seque
                      inner_lr=0.5, dtype="float64", checkpoint_every=2)
 
 # The flags of runs that end in seconds.
-TINY = ("--layers=2", "--width=8", "--heads=1", "--hidden=8", "--sequence=32", "--chunk=8", "--window=16", "--batch=2",
+TINY = ("--layers=2", "--width=8", "--heads=1", "--hidden=8", "--sequence=32", "--chunk=8", "--window=16", "--batch=8",
         "--held-out=4")
 
 
@@ -323,7 +323,7 @@ def test_comparison(completed, folder, capsys):
     (["--window=7"], "window was 7: expected at least chunk = 8"),
     (["--layers=1"], "layers was 1: expected at least 2"),
     (["--heads=3"], "width was 8: expected an even multiple of heads = 3"),
-    (["--batch=0"], "batch was 0: expected a multiple of the 1 devices"),
+    (["--batch=0"], f"batch was 0: expected a multiple of the {jax.device_count()} devices"),
     (["--steps=0"], "steps was 0: expected at least 1"),
     (["--data=/nowhere/at/all"], "No such file or directory: '/nowhere/at/all'"),
     (["--sequence=80000"], "expected two different files or more of at least 80001 bytes"),
