@@ -20,10 +20,10 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_shares_add_up_to_the_whole(case, monkeypatch):
-    monkeypatch.setattr(blocks, "shares", lambda programs, tiles: 3)
+    monkeypatch.setattr(blocks, "shares", lambda programs, tiles, alike: 3)
     generator = np.random.default_rng(0)
     arrays = [jnp.asarray(generator.standard_normal(shape, np.float32))
-              for shape in ((2, 70, 4, 16), (2, 90, 2, 16), (2, 90, 2, 24))]
+              for shape in ((2, 70, 2, 16), (2, 90, 1, 16), (2, 90, 1, 24))]
 
     def orders(implementation):
         def attend(*arrays):
@@ -43,14 +43,16 @@ def test_shares_add_up_to_the_whole(case, monkeypatch):
         assert plain.error(mine, np.asarray(expected, np.float64)) < 3e-6
 
 
-@pytest.mark.parametrize(("programs", "tiles", "expected"), [
-    (264, 100, 1),  # a full GPU
-    (10_000, 100, 1),
-    (128, 128, 2),  # half of one
-    (192, 144, 4),  # 2.9 rounds of a quarter each, not one of a whole
-    (32, 32, 8),
-    (8, 8, 2),  # four tiles at least
-    (1, 1, 1),
+@pytest.mark.parametrize(("programs", "tiles", "alike", "expected"), [
+    (264, 100, True, 1),  # a full GPU
+    (10_000, 100, False, 1),
+    (128, 128, True, 2),  # half of one
+    (192, 144, True, 4),  # 2.9 rounds of a quarter each, not one of a whole
+    (32, 32, True, 8),
+    (8, 8, True, 2),  # four tiles at least
+    (1, 1, True, 1),
+    (256, 64, True, 1),
+    (256, 64, False, 2),  # a round as long as its longest program, when the average is half of that
 ])
-def test_programs_share_their_work_only_if_the_gpu_would_be_idle(programs, tiles, expected):
-    assert blocks.shares(programs, tiles) == expected
+def test_programs_share_their_work_only_if_the_gpu_would_be_idle(programs, tiles, alike, expected):
+    assert blocks.shares(programs, tiles, alike) == expected

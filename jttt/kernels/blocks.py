@@ -145,15 +145,21 @@ def choose(kernel: str, width: int, itemsize: int, capability: int, dense: bool 
 AT_ONCE = 264
 
 
-def shares(programs: int, tiles: int) -> int:
+def shares(programs: int, tiles: int, alike: bool) -> int:
     """How many programs should share the work of one, of which there are `programs` with up to `tiles` tiles each.
 
-    One, unless they leave a GPU partly idle: then the fewest for which it is busy, nearly as well as can be, and
-    each has four tiles at least.
+    One, unless that leaves a GPU partly idle: then the fewest for which it is busy, nearly as well as can be, and
+    each has four tiles at least. `alike` says whether all have the same work; under a causal mask they have half
+    of the most on average, and the longest come first.
     """
     if programs >= AT_ONCE:
         return 1
+
+    def time(count: int) -> float:
+        """In units of the most work that a program has."""
+        if alike:
+            return -(-programs * count // AT_ONCE) / count
+        return max(1 / count, programs / (2 * AT_ONCE))
+
     counts = range(1, max(min(tiles // 4, 16), 1) + 1)
-    # In units of a program's whole work: rounds of programs that run at once, each of one share.
-    times = [-(-programs * count // AT_ONCE) / count for count in counts]
-    return next(count for count, time in zip(counts, times, strict=True) if time <= 1.1 * min(times))
+    return next(count for count in counts if time(count) <= 1.1 * min(map(time, counts)))
