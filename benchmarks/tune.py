@@ -7,7 +7,8 @@
 The kernels are those that run on this GPU, forward_hopper and so on where they are for it, unless others are
 named. Candidates are compiled side by side in worker processes; those that spill more than --spill bytes a
 thread or ask for more shared memory than a program can have are not run. The rest are timed one at a time on
-random data, median of the repeats, and printed by time.
+random data, median of the repeats, and printed by time; what computes something else than the kernel in plain
+Triton is named and left out.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import multiprocessing
 import os
 import statistics
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,14 @@ def _hopper_candidates(problem: Problem) -> list[Blocks]:
     return found
 
 
+def plain(problem: Problem) -> tuple[Problem, Blocks]:
+    """The kernel in plain Triton with the table's blocks: what others must agree with."""
+    kernel = problem.kernel.replace("_hopper", "_kernel")
+    itemsize = jnp.dtype(problem.dtype).itemsize
+    return (dataclasses.replace(problem, kernel=kernel),
+            blocks.choose(kernel, problem.width, itemsize, problem.capability))
+
+
 def compile_candidate(problem: Problem, cut: Blocks) -> tuple[Blocks, int, int, int, bytes | None]:
     """(blocks, registers, spilled, shared, exported program or None where it cannot run)."""
     from benchmarks import resources
@@ -120,18 +129,24 @@ def compile_candidate(problem: Problem, cut: Blocks) -> tuple[Blocks, int, int, 
     return cut, registers, spilled, shared, bytes(exported.serialize())
 
 
-def milliseconds(program: Any, arrays: list[jax.Array], repeats: int, launches: int) -> float:
+def milliseconds(run: Callable, arrays: list[jax.Array]) -> float:
     """Median time of one launch, of back-to-back launches between two synchronisations."""
-    run = jax.jit(jax.export.deserialize(program).call)
-    jax.block_until_ready(run(*arrays))
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        for _ in range(launches):
-            result = run(*arrays)
-        jax.block_until_ready(result)
-        times.append((time.perf_counter() - start) / launches * 1e3)
-    return statistics.median(times)
+    return statistics.median(harness.time_launches(run, [tuple(arrays)], iters=4, warmup=1, repeats=5))
+
+
+def loaded(program: bytes) -> Callable:
+    """What `compile_candidate` exported, as a function of arrays."""
+    return jax.jit(jax.export.deserialize(program).call)
+
+
+def agree(results: dict[str, jax.Array], expected: dict[str, jax.Array]) -> bool:
+    """Whether two cuts of a kernel compute the same, up to rounding in another order."""
+
+    def wide(x: jax.Array) -> jax.Array:
+        return x.astype(jnp.float32)
+
+    return all(jnp.linalg.norm(wide(results[name]) - wide(x)) <= 0.02 * jnp.linalg.norm(wide(x))
+               for name, x in expected.items())
 
 
 def inputs(problem: Problem) -> list[jax.Array]:
@@ -172,12 +187,15 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     # Workers compile for the GPU but must not touch it.
     os.environ["JAX_PLATFORMS"] = "cpu"
-    with concurrent.futures.ProcessPoolExecutor(arguments.workers, multiprocessing.get_context("spawn")) as pool:
-        jobs = {problem: [pool.submit(compile_candidate, problem, cut) for cut in candidates(problem)]
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(arguments.workers, context, initializer=_quiet) as pool:
+        jobs = {problem: [pool.submit(compile_candidate, *plain(problem)),
+                          *(pool.submit(compile_candidate, problem, cut) for cut in candidates(problem))]
                 for problem in problems}
         for problem in problems:
             progress = tqdm(jobs[problem], desc=f"{problem.kernel} {problem.width}")
-            rows += tune(problem, [job.result() for job in progress], arguments.spill, arguments.keep)
+            (*_, expected), *compiled = [job.result() for job in progress]
+            rows += tune(problem, expected, compiled, arguments.spill, arguments.keep)
     if arguments.write:
         write(rows, capability)
     if arguments.out:
@@ -186,18 +204,31 @@ def main() -> None:
         harness.save_json(Path(arguments.out), {**report, "results": rows})
 
 
-def tune(problem: Problem, compiled: list[Any], spill: int, keep: int) -> list[dict[str, Any]]:
-    """Times what can run, prints the fastest, and returns a row for every candidate."""
+def _quiet() -> None:
+    """Lets a worker write no errors: the compiler prints whole programs that it refuses. Ours come as results."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def tune(problem: Problem, expected: bytes, compiled: list[Any], spill: int, keep: int) -> list[dict[str, Any]]:
+    """Times what can run and agrees with the program `expected`, prints the fastest; a row for every candidate."""
     arrays = inputs(problem)
+    right = loaded(expected)(*arrays)
     operations = (2 * products(problem.kernel) * problem.batch * problem.heads * problem.length**2 * problem.width
                   / (2 if problem.causal else 1))
     rows = []
     for cut, registers, spilled, shared, program in compiled:
-        row = dict(kernel=problem.kernel, width=problem.width, dtype=problem.dtype, **dataclasses.asdict(cut),
-                   registers=registers, spilled=spilled, shared=shared, milliseconds=None)
+        row = dict(kernel=problem.kernel, width=problem.width, dtype=problem.dtype) | dataclasses.asdict(cut)
+        row |= dict(registers=registers, spilled=spilled, shared=shared, milliseconds=None)
         if program is not None and spilled <= spill:
-            row["milliseconds"] = milliseconds(program, arrays, repeats=5, launches=4)
-            row["tflops"] = operations / row["milliseconds"] / 1e9
+            try:
+                run = loaded(program)
+                if agree(run(*arrays), right):
+                    row["milliseconds"] = milliseconds(run, arrays)
+                    row["tflops"] = operations / row["milliseconds"] / 1e9
+                else:
+                    print(f"{problem.kernel} {cut}: its results are not those of the kernel in plain Triton")
+            except jax.errors.JaxRuntimeError as error:
+                print(f"{problem.kernel} {cut}: {harness.reason(error)}")
         rows.append(row)
     timed = sorted((x for x in rows if x["milliseconds"]), key=lambda x: x["milliseconds"])
     for x in timed[:keep]:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -91,6 +92,23 @@ def test_what_runs_on_hopper_is_tuned_there():
         cuts = tune.candidates(tune.Problem(kernel, 128, "bfloat16", 1, 2, 256, True, 90))
         assert len(cuts) == len(set(cuts)) == 18
         assert all(getattr(cut, resident) == 16 * cut.warps for cut in cuts)
+
+
+def test_only_what_computes_the_same_is_timed(capsys):
+    pytest.importorskip("flatbuffers")
+    problem = tune.Problem("forward_kernel", 8, "float32", 1, 2, 32, True, 80)
+
+    def exported(factor):
+        arrays = tune.inputs(problem)
+        function = jax.jit(lambda query, key, value: {"output": factor * query})
+        return bytes(jax.export.export(function)(*arrays).serialize())
+
+    right, wrong = exported(2.0), exported(2.1)
+    compiled = [(Blocks(64, 64, 4, stages), 100, spilled, 0, program) for stages, (spilled, program) in enumerate(
+        [(0, right), (0, wrong), (300, right), (0, None)])]
+    rows = tune.tune(problem, right, compiled, spill=200, keep=1)
+    assert [row["milliseconds"] is not None for row in rows] == [True, False, False, False]
+    assert capsys.readouterr().out.count("its results are not those of the kernel in plain Triton") == 1
 
 
 def test_the_fastest_is_written(monkeypatch):
