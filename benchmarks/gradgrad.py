@@ -131,11 +131,11 @@ def results_table(results: list[Record]) -> str:
             pass_name,
             row["implementation"],
             row["failure"] or f"{time:.3f}",
-            _format(row["spread"], ".3f"),
+            harness.format_number(row["spread"], ".3f"),
             f"{xla_time / time:.2f}x" if time and xla_time else "",
-            _format(row["tflops"], ".4g"),
+            harness.format_number(row["tflops"], ".4g"),
             harness.format_bytes(row["temporary_bytes"]),
-            _format(row["first_call_seconds"], ".1f", " s"),
+            harness.format_number(row["first_call_seconds"], ".1f", " s"),
         ))
     return harness.format_table(header, rows)
 
@@ -150,16 +150,11 @@ def errors_table(errors: list[Record]) -> str:
             row["output"],
             row["implementation"],
             f"{row['error']:.2e}",
-            _format(row["ratio_to_xla"], ".2f"),
+            harness.format_number(row["ratio_to_xla"], ".2f"),
         )
         for row in errors
     ]
     return harness.format_table(header, rows)
-
-
-def _format(number: float | None, spec: str, unit: str = "") -> str:
-    """A number of a table, empty where there is none."""
-    return "" if number is None else f"{number:{spec}}{unit}"
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -200,6 +200,11 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
+def format_number(number: float | None, spec: str, unit: str = "") -> str:
+    """A number of a table, empty where there is none."""
+    return "" if number is None else f"{number:{spec}}{unit}"
+
+
 def format_bytes(count: int | None) -> str:
     """Mebibytes, the one unit, so that a column can be compared at a glance."""
     return "" if count is None else f"{count / 2**20:,.1f} MiB"

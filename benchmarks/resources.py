@@ -67,12 +67,13 @@ class Resources:
 
 
 def launch_of(kernel: str, width: int, dtype: Any, capability: int, *, causal: bool = True, every: bool = False,
-              batch: int = 1, heads: int = 4, length: int = 512, cut: Blocks | None = None) -> launch.Launch:
+              batch: int = 1, heads: int = 16, length: int = 4096, cut: Blocks | None = None) -> launch.Launch:
     """The launch of one kernel at a head width, with the whole direction and every output.
 
     With `every`, also with all that can be given at once: bias, sinks, soft cap, a window and each
     kind of mask. Blocks are the table's unless others are given. It is the very kernel that is named,
-    also where its version for Hopper, or the other way about, would run.
+    also where its version for Hopper, or the other way about, would run. The default problem is one that
+    fills a GPU: no two programs share the work of a block.
     """
     cut = cut or blocks.choose(kernel, width, jnp.dtype(dtype).itemsize, capability, dense=every)
     name, (plain, _, outputs) = next((name, entry) for name, entries in launch.KERNELS.items() for entry in entries

@@ -31,6 +31,7 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks import harness
+from jttt import parts
 from jttt.kernels import blocks, hopper, launch
 from jttt.kernels.config import Blocks
 
@@ -122,7 +123,8 @@ def compile_candidate(problem: Problem, cut: Blocks) -> tuple[Blocks, int, int, 
     rest = {name: x for name, x in planned.arguments.items() if name not in shapes}
 
     def program(*arrays):
-        return launch.call(dataclasses.replace(planned, arguments=dict(zip(shapes, arrays, strict=True)) | rest))
+        made = launch.call(dataclasses.replace(planned, arguments=dict(zip(shapes, arrays, strict=True)) | rest))
+        return parts.put_together(made) if planned.config.shares > 1 else made
 
     checks = [jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")]
     exported = jax.export.export(jax.jit(program), platforms=["cuda"], disabled_checks=checks)(*shapes.values())

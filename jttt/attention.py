@@ -51,7 +51,7 @@ def dot_product_attention(
     key_start=None, key_end=None, query_segment_ids=None, key_value_segment_ids=None,
     logits_soft_cap=None, sinks=None, implementation=None, return_residual=False,
 ):
-    """softmax(scale · query keyᵀ + bias) value, differentiable any number of times in reverse mode.
+    """softmax(scale · query keyᵀ + bias) value, differentiable any number of times in either mode.
 
     The names, axis order and meaning are those of `jax.nn.dot_product_attention`; swapping the
     import is all that a user does. Orders zero, one and two (the value, its gradient, and the
@@ -107,8 +107,8 @@ def dot_product_attention(
       differentiable (`jax.nn` cuts its gradient off). A query that sees no key gives output 0,
       log-sum-exp −∞ (its sink, if there are sinks) and no gradient; `jax.nn` averages value there.
 
-    Differentiable: query, key, value, bias, sinks, scale, in reverse mode to any order. Order
-    three and up differentiate the plain formulas and store T×S.
+    Differentiable: query, key, value, bias, sinks, scale, in forward and reverse mode to any order.
+    Order three and up, and forward over forward, differentiate the plain formulas and store T×S.
 
     Raises:
       ValueError, TypeError: shapes, dtypes or names that do not fit; the message names the argument.

@@ -10,15 +10,17 @@ output and log-sum-exp, and tangents t of the inputs:
 
     tangent = ∂Φ/∂d        backward = ∂Φ/∂t        double_backward = ∂Φ/∂(x, d)
 
-Each is a `jax.custom_jvp` function around passes of `passes.py`. The rule of one calls the function
-itself, and makes the tangents of its results by a linear map (`linear.py`) that is evaluated by some of
-the others and transposed by others again:
+Each is a function with a rule for its tangents (`rules.py`) around passes of `passes.py`. The rule calls
+the function itself, and makes the tangents of its results by a linear map that is evaluated by some of the
+others and transposed by others again:
 
-    function           tangents of its results, evaluated               transposed
-    attention          tangent                                          backward
-    backward           double_backward + backward (Φ's Hessian in x is symmetric)     double_backward
-    tangent            second derivative of the plain formulas + tangent    double_backward, backward
-    double_backward    jvp of `reference.second_order`                  vjp of `reference.second_order`
+    function           tangents of its results, evaluated     transposed
+    attention          tangent                                backward
+    backward           double_backward + backward             double_backward
+    tangent            jvp of jvp of plain formulas, tangent  double_backward, backward
+    double_backward    jvp of `reference.second_order`        vjp of `reference.second_order`
+
+(the second row since ⟨d, attention⟩ has a symmetric second derivative in the inputs).
 
 So reverse over reverse, forward over reverse and reverse over forward run kernels end to end; order
 three and up, and forward over forward, differentiate plain formulas, exactly. Derivatives that nobody
@@ -34,15 +36,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from jttt import masks, passes, reference
-from jttt.linear import Arrays, linear_map
+from jttt.rules import Arrays, Differentiable, linear_map
 from jttt.spec import AttentionSpec
 
 # Names by which a `jax.checkpoint` policy can save what `forward` made.
@@ -55,15 +55,8 @@ _COTANGENTS = ("d_output", "d_lse")
 _DIRECTION = tuple(f"t_{name}" for name in _INPUTS)
 
 
-def _nonzero(tangents: dict[str, Any], names: Collection[str]) -> Arrays:
-    """Those of the named tangents that are not structurally zero."""
-    return {name: t for name, t in tangents.items()
-            if name in names and t is not None and not isinstance(t, SymbolicZero)}
-
-
-def _completed(tangents: Arrays, results: Arrays) -> dict[str, Any]:
-    """A tangent for each result, a symbolic zero where there is none."""
-    return {name: tangents.get(name, zero_from_primal(x, symbolic_zeros=True)) for name, x in results.items()}
+def _among(names: Collection[str], arrays: Arrays) -> Arrays:
+    return {name: x for name, x in arrays.items() if name in names}
 
 
 def _as_direction(tangents: Arrays) -> Arrays:
@@ -82,7 +75,7 @@ def _sum(parts: list[Arrays]) -> Arrays:
 # Order zero.
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+@Differentiable
 def attention(spec: AttentionSpec, inputs: Arrays) -> Arrays:
     """output, lse, and lse_tail if there is a bias, of canonical inputs, named and shaped as in `reference.py`.
 
@@ -93,14 +86,13 @@ def attention(spec: AttentionSpec, inputs: Arrays) -> Arrays:
     return passes.run("forward", spec, inputs, wanted)
 
 
-@functools.partial(attention.defjvp, symbolic_zeros=True)
-def _attention_jvp(spec: AttentionSpec, primals, tangents):
-    (inputs,), (moved,) = primals, tangents
+@attention.defjvp
+def _attention_jvp(spec: AttentionSpec, inputs: Arrays, moved: Arrays) -> tuple[Arrays, Arrays]:
     results = attention(spec, inputs)
     results = {name: checkpoint_name(x, OUTPUT_NAME if name == "output" else LSE_NAME) for name, x in results.items()}
     made = linear_map(functools.partial(_attention_tangent, spec), functools.partial(_attention_transposed, spec),
-                      {**inputs, **results, "lse_tail": results.get("lse_tail")}, _nonzero(moved, _INPUTS))
-    return results, _completed(made, results)
+                      {**inputs, **results, "lse_tail": results.get("lse_tail")}, _among(_INPUTS, moved))
+    return results, made
 
 
 def _attention_tangent(spec: AttentionSpec, arguments: Arrays, moved: Arrays) -> Arrays:
@@ -134,7 +126,7 @@ def _rows_may_be_empty(spec: AttentionSpec, inputs: Arrays) -> bool:
 # Order one.
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+@Differentiable
 def tangent(spec: AttentionSpec, arguments: Arrays) -> Arrays:
     """Tangents of output and lse, by these names, along the direction t_query, … (None if zero).
 
@@ -144,13 +136,12 @@ def tangent(spec: AttentionSpec, arguments: Arrays) -> Arrays:
     return dict(output=made["t_output"], lse=made["t_lse"])
 
 
-@functools.partial(tangent.defjvp, symbolic_zeros=True)
-def _tangent_jvp(spec: AttentionSpec, primals, tangents):
-    (arguments,), (moved,) = primals, tangents
+@tangent.defjvp
+def _tangent_jvp(spec: AttentionSpec, arguments: Arrays, moved: Arrays) -> tuple[Arrays, Arrays]:
     results = tangent(spec, arguments)
     made = linear_map(functools.partial(_tangent_tangent, spec), functools.partial(_tangent_transposed, spec),
-                      arguments, _nonzero(moved, (*_INPUTS, *_DIRECTION)))
-    return results, _completed(made, results)
+                      arguments, _among((*_INPUTS, *_DIRECTION), moved))
+    return results, made
 
 
 def _tangent_tangent(spec: AttentionSpec, arguments: Arrays, moved: Arrays) -> Arrays:
@@ -163,9 +154,9 @@ def _tangent_tangent(spec: AttentionSpec, arguments: Arrays, moved: Arrays) -> A
         return dict(output=made["output"], lse=made["lse"])
 
     parts = []
-    if moved_inputs := _nonzero(moved, _INPUTS):
+    if moved_inputs := _among(_INPUTS, moved):
         parts.append(_along(lambda inputs: _along(outputs, inputs, direction), inputs, moved_inputs))
-    if moved_direction := _nonzero(moved, _DIRECTION):
+    if moved_direction := _among(_DIRECTION, moved):
         parts.append(tangent(spec, {**arguments, **dict.fromkeys(_DIRECTION), **moved_direction}))
     return _sum(parts)
 
@@ -184,7 +175,7 @@ def _tangent_transposed(spec: AttentionSpec, arguments: Arrays, cotangents: Arra
     return directions | double_backward(spec, wanted.intersection(_INPUTS), arguments)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+@Differentiable
 def backward(spec: AttentionSpec, wanted: frozenset[str], arguments: Arrays) -> Arrays:
     """Gradients of the wanted inputs: d_query, d_key, d_value, d_bias, d_sinks.
 
@@ -205,23 +196,23 @@ def _backward_operands(arguments: Arrays) -> Arrays:
     return {**passed, "delta": delta}
 
 
-@functools.partial(backward.defjvp, symbolic_zeros=True)
-def _backward_jvp(spec: AttentionSpec, wanted: frozenset[str], primals, tangents):
-    (arguments,), (moved,) = primals, tangents
+@backward.defjvp
+def _backward_jvp(spec: AttentionSpec, wanted: frozenset[str], arguments: Arrays, moved: Arrays
+                  ) -> tuple[Arrays, Arrays]:
     results = backward(spec, wanted, arguments)
     made = linear_map(functools.partial(_backward_tangent, spec, wanted), functools.partial(_backward_transposed, spec),
-                      arguments, _nonzero(moved, (*_INPUTS, *_COTANGENTS)))
-    return results, _completed(made, results)
+                      arguments, _among((*_INPUTS, *_COTANGENTS), moved))
+    return results, made
 
 
 def _backward_tangent(spec: AttentionSpec, wanted: frozenset[str], arguments: Arrays, moved: Arrays) -> Arrays:
     parts = []
-    if moved_inputs := _nonzero(moved, _INPUTS):
+    if moved_inputs := _among(_INPUTS, moved):
         second = double_backward(spec, wanted, {**arguments, **_as_direction(moved_inputs)})
         parts.append({f"d_{name}": x for name, x in second.items()})
-    if moved_cotangents := _nonzero(moved, _COTANGENTS):
-        d_output = moved_cotangents.get("d_output", jnp.zeros_like(arguments["d_output"]))
-        parts.append(backward(spec, wanted, {**arguments, "d_output": d_output, "d_lse": moved_cotangents.get("d_lse")}))
+    if moved_cotangents := _among(_COTANGENTS, moved):
+        still = dict(d_output=jnp.zeros_like(arguments["d_output"]), d_lse=None)
+        parts.append(backward(spec, wanted, {**arguments, **still, **moved_cotangents}))
     return _sum(parts)
 
 
@@ -233,7 +224,7 @@ def _backward_transposed(spec: AttentionSpec, arguments: Arrays, cotangents: Arr
 # Order two.
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+@Differentiable
 def double_backward(spec: AttentionSpec, wanted: frozenset[str], arguments: Arrays) -> Arrays:
     """Derivatives of Φ in the wanted inputs and cotangents, by their names, save those that are zero.
 
@@ -265,14 +256,14 @@ def double_backward(spec: AttentionSpec, wanted: frozenset[str], arguments: Arra
     return results
 
 
-@functools.partial(double_backward.defjvp, symbolic_zeros=True)
-def _double_backward_jvp(spec: AttentionSpec, wanted: frozenset[str], primals, tangents):
-    (arguments,), (moved,) = primals, tangents
+@double_backward.defjvp
+def _double_backward_jvp(spec: AttentionSpec, wanted: frozenset[str], arguments: Arrays, moved: Arrays
+                         ) -> tuple[Arrays, Arrays]:
     results = double_backward(spec, wanted, arguments)
     made = linear_map(functools.partial(_double_backward_tangent, spec, tuple(results)),
                       functools.partial(_double_backward_transposed, spec),
-                      arguments, _nonzero(moved, (*_INPUTS, *_COTANGENTS, *_DIRECTION)))
-    return results, _completed(made, results)
+                      arguments, _among((*_INPUTS, *_COTANGENTS, *_DIRECTION), moved))
+    return results, made
 
 
 def _double_backward_tangent(spec: AttentionSpec, names: Collection[str], arguments: Arrays, moved: Arrays) -> Arrays:

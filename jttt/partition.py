@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.sharding_impls import SPMDAxisContext, parse_flatten_op_sharding
+from jax._src.sharding_impls import SPMDAxisContext
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
@@ -97,7 +97,7 @@ class Division:
     def choose(cls, mesh: Mesh, axes: Axes, given: Given, communicates: bool) -> Division:
         divisible = axes.divisible(communicates)
         chosen = _agreed(axes, given, lambda label, over: (
-            label in divisible and axes.sizes[label] % _count(mesh, over) == 0))
+            label in divisible and set(over) <= set(mesh.axis_names) and axes.sizes[label] % _count(mesh, over) == 0))
         heads = chosen.pop("N", None) or chosen.get("K")
         chosen.pop("K", None)
         if heads is None:
@@ -132,25 +132,34 @@ def plain_arrays() -> use_abstract_mesh:
     return use_abstract_mesh(AbstractMesh((), ()))
 
 
-def mesh_to_divide(context: Any) -> tuple[Mesh | None, bool]:
+def mesh_to_divide(context: Any, is_opaque: bool) -> tuple[Mesh | None, bool]:
     """The devices over which the compiler may divide what is lowered in `context`, and whether they can communicate.
 
-    None inside a `jax.shard_map` over all axes, where each device has its part already; and in a program for export,
-    which could not call back here: there a kernel's operands are gathered. Under a `jax.shard_map` over some axes
-    the others are divided, but collectives would not know their numbers.
+    None inside a `jax.shard_map` over all axes, where each device has its part already; where no sharding names the
+    axes of a mesh; and in a program for export, which could not call back here. The operands of what `is_opaque` to
+    the compiler are then gathered. Under a `jax.shard_map` over some axes the others are divided, but collectives
+    would not know the numbers of their devices.
     """
     devices = context.axis_context
-    if context.lowering_parameters.for_export:
-        return None, False
     if isinstance(devices, SPMDAxisContext):
         manual = [name in devices.manual_axes for name in devices.mesh.axis_names]
         names = [name for name, is_manual in zip(devices.mesh.axis_names, manual, strict=True) if not is_manual]
         rest = devices.mesh.devices[tuple(0 if is_manual else slice(None) for is_manual in manual)]
-        return (Mesh(rest, names) if names else None), False
-    if devices.num_devices == 1 or devices.abstract_mesh is None:
+        mesh = Mesh(rest, names) if names else None
+        communicates = False
+    elif devices.num_devices == 1:
         return None, False
-    shape = devices.abstract_mesh
-    return Mesh(np.array(devices.device_assignment).reshape(shape.axis_sizes), shape.axis_names), True
+    else:
+        shape = devices.abstract_mesh
+        mesh = None if shape is None else Mesh(
+            np.array(devices.device_assignment).reshape(shape.axis_sizes), shape.axis_names)
+        communicates = True
+    if mesh is not None and context.lowering_parameters.for_export:
+        if is_opaque:
+            warnings.warn("attention gathers what is sharded, since a program for export cannot ask how to divide it. "
+                          "Inside jax.shard_map each device has its part.", PartitioningWarning, stacklevel=2)
+        return None, False
+    return mesh, communicates
 
 
 def divided(rule: Rule, outputs: Sequence[Any], mesh: Mesh, communicates: bool, *arrays: jax.Array,
@@ -221,12 +230,28 @@ def _propagation(axes: Axes) -> SdyShardingRule:
 
 
 def _mesh_axes(argument: Any, mesh: Mesh) -> list[MeshAxes]:
-    """The mesh axes along each axis of an array; none where its sharding is not one by whole mesh axes."""
-    try:
-        partitions = parse_flatten_op_sharding(argument.sharding._to_xla_hlo_sharding(argument.ndim), mesh)[0]
-    except (ValueError, NotImplementedError):
-        partitions = PartitionSpec()
-    return _names(partitions, argument.ndim)
+    """The mesh axes along each axis of an array; by a name that the mesh lacks where it is a part of one."""
+    sharding = argument.sharding._to_xla_hlo_sharding(argument.ndim)
+    if sharding.is_replicated():
+        return [()] * argument.ndim
+    tiles = np.empty(mesh.size, int)
+    tiles[sharding.tile_assignment_devices()] = np.arange(mesh.size)
+    # For each axis of the array, the index of every device's tile, laid out as the mesh.
+    indices = np.unravel_index(tiles.reshape(mesh.devices.shape), sharding.tile_assignment_dimensions())
+    return [_names_of(index, mesh) for index in indices[:argument.ndim]]
+
+
+def _names_of(index: np.ndarray, mesh: Mesh) -> MeshAxes:
+    """The mesh axes, slowest first, of which `index` is the row-major index."""
+    steps = {name: np.diff(index, axis=i).max(initial=0) for i, name in enumerate(mesh.axis_names)}
+    names = sorted((name for name, step in steps.items() if step > 0), key=lambda name: -steps[name])
+    coordinates = dict(zip(mesh.axis_names, np.indices(index.shape), strict=True))
+    expected = np.zeros_like(index)
+    for name in names:
+        expected = expected * mesh.shape[name] + coordinates[name]
+    if np.array_equal(index, expected):
+        return tuple(names)
+    return tuple(f"a part of {name}" for i, name in enumerate(mesh.axis_names) if np.ptp(index, axis=i).any())
 
 
 def _names(partitions: PartitionSpec, ndim: int) -> list[MeshAxes]:
@@ -240,8 +265,8 @@ def _warn(division: Division, axes: Axes, given: Given) -> None:
     for array, its in axes.operands.items():
         for label, names in zip(its, given[array], strict=True):
             lost = [name for name in names if name not in division.by_label.get(label, ())]
-            if lost:
-                along = "batch" if isinstance(label, int) else _WORDS.get(label, "tiles")
+            if lost and (isinstance(label, int) or label in _WORDS):
+                along = "batch" if isinstance(label, int) else _WORDS[label]
                 gathered.append((label, f"{array} along its {along} (mesh axis {', '.join(lost)})"))
     if gathered:
         advice = " jttt.ring_attention takes sharded keys." if any(label == "S" for label, _ in gathered) else ""

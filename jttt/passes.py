@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
 from jax.sharding import ManualAxisType, NamedSharding
 
-from jttt import partition, reference
+from jttt import partition, parts, reference
 from jttt.spec import AttentionSpec, Implementation
 
 
@@ -37,14 +37,16 @@ def run(name: str, spec: AttentionSpec, operands: dict[str, jax.Array | None], w
     if not wanted:
         return {}
     present = varying_alike({key: x for key, x in operands.items() if x is not None})
+    if spec.ring is not None:
+        return parts.run(run, name, spec, present, wanted)
     outputs = _pass_p.bind(*present.values(), name=name, spec=spec, operands=tuple(present),
                            wanted=tuple(wanted))
     return dict(zip(wanted, outputs, strict=True))
 
 
-def varying_alike(arrays: dict[str, jax.Array | None]) -> dict[str, jax.Array | None]:
-    """The arrays, each typed as varying over every axis of a `jax.shard_map` over which one of them varies."""
-    axes = _varying(*(jax.typeof(x) for x in arrays.values() if x is not None))
+def varying_alike(arrays: dict[str, jax.Array | None], axes: Set[str] = frozenset()) -> dict[str, jax.Array | None]:
+    """The arrays, each typed as varying over `axes` of a `jax.shard_map` and those over which one of them varies."""
+    axes = _varying(*(jax.typeof(x) for x in arrays.values() if x is not None)) | axes
 
     def cast(x: jax.Array | None) -> jax.Array | None:
         missing = () if x is None else tuple(axes - jax.typeof(x).manual_axis_type.varying)
@@ -153,7 +155,7 @@ def _lower_rule(ctx: mlir.LoweringRuleContext, rule, *args, **params):
     """An implementation as part of the program: it sees plain arrays, those of one device under a `jax.shard_map`."""
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ctx.avals_out]
     plain = ctx.replace(avals_in=[jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in])
-    mesh, communicates = partition.mesh_to_divide(ctx.module_context)
+    mesh, communicates = partition.mesh_to_divide(ctx.module_context, is_opaque=rule is _with_kernels)
     function = rule if mesh is None else functools.partial(partition.divided, rule, outputs, mesh, communicates)
     with partition.plain_arrays():
         results = mlir.lower_fun(function, multiple_results=True)(plain, *args, **params)

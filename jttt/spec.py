@@ -9,6 +9,7 @@ import jax
 
 Implementation = Literal["triton", "xla"]
 Precision = Literal["ieee", "tf32x3", "tf32"]
+SequenceLayout = Literal["contiguous", "zigzag"]
 
 # What `jax.default_matmul_precision` asks for; anything else keeps float32 products accurate.
 _PRECISIONS: dict[str | None, Precision] = {
@@ -46,6 +47,22 @@ class Band:
 
 
 @dataclasses.dataclass(frozen=True)
+class Ring:
+    """Devices along a mesh axis of a `jax.shard_map` that each hold a part of a sequence.
+
+    Attributes:
+      axis_name: of the mesh axis.
+      devices: how many there are.
+      layout: which part device i has: the i-th of equal slices, or slices i and 2·devices − 1 − i of twice as many,
+        so that all of them have as much to do under a causal mask.
+    """
+
+    axis_name: str
+    devices: int
+    layout: SequenceLayout
+
+
+@dataclasses.dataclass(frozen=True)
 class AttentionSpec:
     """What the rules, the reference and the kernels need to know besides the arrays.
 
@@ -57,6 +74,7 @@ class AttentionSpec:
       implementation: what the caller asked for by name; None chooses by the platform that the
         computation is lowered for.
       partial: whether results are parts of sums, which stay in the accumulator's dtype.
+      ring: the devices among which the keys go round; key_start and key_end are then positions in the whole sequence.
     """
 
     scale: float
@@ -65,6 +83,7 @@ class AttentionSpec:
     precision: Precision = "tf32x3"
     implementation: Implementation | None = None
     partial: bool = False
+    ring: Ring | None = None
 
 
 def kind(array: str) -> str:

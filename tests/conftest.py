@@ -9,6 +9,9 @@ import hypothesis
 import jax
 import pytest
 
+# Devices for the tests of sharding; everything else runs on the first.
+jax.config.update("jax_num_cpu_devices", 8)
+
 
 def _has_gpu() -> bool:
     return jax.default_backend() == "gpu"
@@ -37,3 +40,12 @@ def float64():
     """Float64 arrays stay what they are for a whole module."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(scope="module")
+def cheap_compilation():
+    """For a module of many small programs, whose time is nearly all compilation: do it roughly."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)

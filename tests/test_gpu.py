@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jttt
-from tests import dense, plain
+from tests import dense, plain, test_ahead_of_time, test_forward_mode, test_transformations
 from tests.dense import Sizes
 
 pytestmark = pytest.mark.gpu
@@ -84,3 +84,82 @@ def test_masked_errors_are_at_most_those_of_plain_formulas(dtype, kind):
         # Gradients of sinks are N numbers, too few for two errors to be alike.
         factor = 5 if name.endswith("sinks") else 1.5
         assert mine <= factor * theirs + 1e-6, (name, errors)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [
+    ("bfloat16", "causal_window"), ("bfloat16", "mask"), ("bfloat16", "everything"), ("float16", "bias"),
+    ("float32", "everything")])
+def test_tangents_are_as_exact_as_those_of_plain_formulas(dtype, kind):
+    # Of values that every dtype has.
+    arguments = dense.floats(dense.floats(SIZES.draw() | KINDS[kind], jnp.dtype("bfloat16")), np.float32)
+    half = dense.floats(arguments, jnp.dtype(dtype))
+    ours, plain_formulas = (test_forward_mode.jvp(functools.partial(
+        jttt.dot_product_attention, implementation=implementation, return_residual=True), half, dense.INPUTS)
+        for implementation in ("triton", "xla"))
+    with jax.enable_x64(True):
+        inputs = dense.floats({name: x for name, x in arguments.items() if name in dense.INPUTS}, np.float64)
+        options = {name: x for name, x in arguments.items() if name in dense.OPTIONS}
+        exact = test_forward_mode.jvp(
+            functools.partial(dense.attention, seen=dense.seen(arguments), **options), inputs, dense.INPUTS)
+    for name in ("t_output", "t_lse"):
+        mine, theirs = (plain.error(x[name], exact[name]) for x in (ours, plain_formulas))
+        assert mine <= 1.5 * theirs + 1e-6, (name, mine, theirs)
+
+
+# JAX's transformations, around kernels. What one GPU can show.
+
+
+@pytest.mark.parametrize(("policy", "forwards"), [
+    (test_transformations.SAVE_NAMES, 2), (jax.checkpoint_policies.nothing_saveable, 3)])
+def test_test_time_training(policy, forwards):
+    """vmap in scan in checkpoint in grad: two forwards, of the scanned step and of the last chunk, and one more
+    where the backward sweep has to make again what was not saved."""
+    generator = np.random.default_rng(0)
+    size = test_transformations.HEADS * test_transformations.WIDTH
+    weights = {name: generator.standard_normal((size, size), np.float32) / 3
+               for name in ("query", "key", "value", "output")}
+    chunks = generator.standard_normal((3, test_transformations.EXAMPLES, 96, size), np.float32)
+
+    def differentiate(attention):
+        return jax.jit(jax.grad(functools.partial(test_transformations.outer_loss, attention, policy)))
+
+    ours = functools.partial(test_transformations.ours, implementation="triton")
+    mine = differentiate(ours)(weights, chunks)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: x.astype(np.float64), (weights, chunks))
+        exact = jax.tree.map(np.asarray, differentiate(test_transformations.theirs)(*wide))
+    plain.assert_close(mine, exact, 1e-3)
+    lowered = differentiate(ours).lower(weights, chunks).as_text()
+    assert test_ahead_of_time.kernels_called(lowered).count("forward_kernel") == forwards
+
+
+def test_mapped_per_example_gradients():
+    """Of unmapped parameters: one launch for the batch that vmap makes."""
+    generator = np.random.default_rng(0)
+    key, value = (generator.standard_normal((1, 300, 2, 64), np.float32) for _ in range(2))
+    queries = generator.standard_normal((3, 1, 200, 4, 64), np.float32)
+
+    def per_example(attention):
+        def loss(key, value, query):
+            return jnp.sum(jnp.sin(attention(query, key, value)))
+
+        return jax.jit(jax.vmap(jax.grad(loss, (0, 1)), (None, None, 0)))
+
+    mine = per_example(functools.partial(jttt.dot_product_attention, implementation="triton"))
+    with jax.enable_x64(True):
+        exact = per_example(lambda *x: plain.attention(*x)[0])(*(x.astype(np.float64) for x in (key, value, queries)))
+        exact = [np.asarray(x) for x in exact]
+    for x, y in zip(mine(key, value, queries), exact, strict=True):
+        assert plain.error(x, y) < 1e-4
+    calls = test_ahead_of_time.kernels_called(mine.lower(key, value, queries).as_text())
+    assert sorted(calls) == ["d_key_value_kernel", "forward_kernel"]
+
+
+def test_an_exported_program_runs():
+    x = np.random.default_rng(0).standard_normal((2, 128, 4, 64), np.float32).astype(jnp.bfloat16)
+    function = jax.jit(test_ahead_of_time.meta_gradient(
+        functools.partial(jttt.dot_product_attention, is_causal=True, implementation="triton")))
+    exported = jax.export.export(function, platforms=["cuda"], disabled_checks=[
+        jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")])(x, x, x)
+    for mine, direct in zip(exported.call(x, x, x), function(x, x, x), strict=True):
+        np.testing.assert_array_equal(np.asarray(mine, np.float32), np.asarray(direct, np.float32))

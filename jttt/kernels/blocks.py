@@ -144,3 +144,21 @@ def choose(kernel: str, width: int, itemsize: int, capability: int, dense: bool 
         stages = cut.stages if kernel.endswith("_hopper") else max(cut.stages - 1, 1)
         cut = dataclasses.replace(cut, keys=min(cut.keys, 64), stages=stages)
     return cut
+
+
+# Programs that run at once: two on each of a Hopper GPU's 132 multiprocessors.
+AT_ONCE = 264
+
+
+def shares(programs: int, tiles: int) -> int:
+    """How many programs should share the work of one, of which there are `programs` with up to `tiles` tiles each.
+
+    One, unless they leave a GPU partly idle: then the fewest for which it is busy, nearly as well as can be, and
+    each has four tiles at least.
+    """
+    if programs >= AT_ONCE:
+        return 1
+    counts = range(1, max(min(tiles // 4, 16), 1) + 1)
+    # In units of a program's whole work: rounds of programs that run at once, each of one share.
+    times = [-(-programs * count // AT_ONCE) / count for count in counts]
+    return next(count for count, time in zip(counts, times, strict=True) if time <= 1.1 * min(times))

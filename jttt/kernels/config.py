@@ -20,6 +20,8 @@ class Layout:
         unmapped, or that the batch shares, lacks an axis and is read again for every index of it,
         in place: then, for each batch axis that it has, the (divisor, size, stride) that take the
         launch's batch index to its own.
+      share_stride: for an output that every share of a block's work has an entry of, along a new first
+        axis: the launch's batch; else zero.
     """
 
     heads: int
@@ -27,6 +29,7 @@ class Layout:
     rows: bool = True
     columns: bool = True
     batch: tuple[tuple[int, int, int], ...] | None = None
+    share_stride: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +97,8 @@ class KernelConfig:
     layout: ArrayLayouts
     # How many entries of the launch's batch share one of the bias.
     bias_batch: int = 1
+    # How many programs share the work of one block.
+    shares: int = 1
 
     @property
     def group(self) -> int:

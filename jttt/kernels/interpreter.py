@@ -18,9 +18,9 @@ def has(kernel: Any) -> bool:
     return not isinstance(kernel, triton.JITFunction)
 
 
-def run(kernel: Any, programs: int, arguments: dict[str, Any], outputs: dict[str, jax.ShapeDtypeStruct]
+def run(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], outputs: dict[str, jax.ShapeDtypeStruct]
         ) -> dict[str, jax.Array]:
-    """Runs so many programs of a kernel, inside a jitted computation; returns its outputs by name.
+    """Runs a kernel on a grid of programs, inside a jitted computation; returns its outputs by name.
 
     Arguments are by the kernel's parameters, arrays or not; outputs are the parameters that they lack.
     """
@@ -33,7 +33,7 @@ def run(kernel: Any, programs: int, arguments: dict[str, Any], outputs: dict[str
         tensors = {name: HostTensor(x) for name, x in
                    zip([*arrays, *outputs], [*inputs, *made], strict=True)}
         with _lock:
-            kernel[(programs,)](**tensors, **others)
+            kernel[grid](**tensors, **others)
         return tuple(made)
 
     results = jax.pure_callback(on_host, tuple(outputs.values()), *arrays.values())

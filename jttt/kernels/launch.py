@@ -22,7 +22,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 import jax_triton
 import triton
 
-from jttt import masks
+from jttt import masks, parts
 from jttt.kernels import backward, blocks, cost, double_backward, forward, hopper, interpreter
 from jttt.kernels.config import ArrayLayouts, Blocks, KernelConfig, Layout
 from jttt.spec import AttentionSpec, Band, kind
@@ -45,11 +45,13 @@ _PER_POSITION = ("key_start", "key_end", "query_segments", "key_segments")
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """One kernel, ready to run. Outputs are the parameters that `arguments` lacks."""
+    """One kernel, ready to run. Outputs are the parameters that `arguments` lacks; `results` are what is
+    made of them, which is the same unless several programs share the work of a block."""
 
     kernel: Any
     arguments: dict[str, Any]
     outputs: dict[str, jax.ShapeDtypeStruct]
+    results: dict[str, jax.ShapeDtypeStruct]
     axis: str
     batch: int
     capability: int
@@ -59,9 +61,23 @@ class Launch:
         return self.arguments["C"]
 
     @property
+    def tiles(self) -> int:
+        """The most tiles that a program of one of the two loop orders visits, for one head."""
+        cut, band = self.config.blocks, self.config.band
+        own, other, length = ((cut.queries, cut.keys, self.arguments["S"]) if self.axis == "queries" else
+                              (cut.keys, cut.queries, self.arguments["T"]))
+        if band.left is not None and band.right is not None:
+            length = min(length, max(own + band.left + band.right, 0))
+        return triton.cdiv(length, other)
+
+    @property
     def pipelined_stages(self) -> int:
         """Depth of the compiler's own pipeline; zero where the kernel queues its loads and products itself."""
         return 0 if hopper.is_hopper(self.kernel) else self.config.blocks.stages
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return self.programs, self.config.shares
 
     @property
     def programs(self) -> int:
@@ -83,9 +99,12 @@ def run(name: str, spec: AttentionSpec, operands: dict[str, jax.Array], wanted: 
     results = {}
     for launch in launches(name, spec, operands, wanted, batch, capability):
         if interpreter.has(launch.kernel):
-            results |= interpreter.run(launch.kernel, launch.programs, launch.arguments, launch.outputs)
+            made = interpreter.run(launch.kernel, launch.grid, launch.arguments, launch.outputs)
         else:
-            results |= call(launch)
+            made = call(launch)
+        if launch.config.shares > 1:
+            made = {array: x.astype(launch.results[array].dtype) for array, x in parts.put_together(made).items()}
+        results |= made
     return results
 
 
@@ -96,28 +115,18 @@ def launches(name: str, spec: AttentionSpec, operands: dict[str, Any], wanted: S
     Operands need only a shape and a dtype, unless blocks are hidden at run time.
     """
     query, value, bias = operands["query"], operands["value"], operands.get("bias")
-    (T, N, H), (S, K, E) = query.shape[-3:], value.shape[-3:]
-    rows = {"query": (T, N, H), "key": (S, K, H), "value": (S, K, E), "output": (T, N, E)}
+    (T, _, H), (S, _, E) = query.shape[-3:], value.shape[-3:]
     hidden = {array: operands.get(array) for array in masks.OPERANDS}
 
     for kernel, axis, outputs in KERNELS[name]:
-        made = {}
-        for array in outputs:
-            like = kind(array)
-            if array in wanted and like == "bias":
-                made[array] = jax.ShapeDtypeStruct((*batch[:-1], *bias.shape[-4:]),
-                                                   np.float32 if spec.partial else bias.dtype)
-            elif array in wanted and like in rows:
-                made[array] = jax.ShapeDtypeStruct(batch + rows[like], np.float32 if spec.partial else query.dtype)
-            elif array in wanted:
-                made[array] = jax.ShapeDtypeStruct((*batch, N, T), np.float32)
-        if not made:
+        results = {array: _result(array, spec, operands, batch) for array in outputs if array in wanted}
+        if not results:
             continue
-        dense = axis != "bias" and any(x is not None for x in (bias, hidden["mask"], hidden["query_segments"]))
         if not interpreter.has(kernel) and hopper.takes(capability, query, value):
             kernel, _ = hopper.KERNELS.get(kernel.__name__, (kernel, ()))
+        dense = axis != "bias" and any(x is not None for x in (bias, hidden["mask"], hidden["query_segments"]))
         blocks_ = cut or blocks.choose(kernel.__name__, max(H, E), query.dtype.itemsize, capability, dense)
-        arrays = {array: operands.get(array) for array in kernel.arg_names if array not in (*made, "T", "S", "C")}
+        arrays = {array: operands.get(array) for array in kernel.arg_names if array not in (*results, "T", "S", "C")}
         at_run_time = any(x is not None for x in hidden.values())
         if at_run_time or (axis == "bias" and spec.band != Band()):
             status = masks.tile_status(spec.band, hidden, T, S, blocks_.queries, blocks_.keys)
@@ -126,11 +135,42 @@ def launches(name: str, spec: AttentionSpec, operands: dict[str, Any], wanted: S
             else:
                 status = status if axis == "queries" else jnp.swapaxes(status, -1, -2)
                 arrays["block_list"], arrays["block_counts"] = masks.block_list(status)
-        layouts = {array: _layout(array, x.shape, batch) for array, x in (arrays | made).items() if x is not None}
+        layouts = {array: _layout(array, x.shape, batch) for array, x in (arrays | results).items() if x is not None}
         shared = batch[-1] if bias is not None and bias.shape[-4] < batch[-1] else 1
         config = KernelConfig(spec.scale, spec.band, spec.soft_cap, spec.precision, blocks_,
                               ArrayLayouts(**layouts), shared)
-        yield Launch(kernel, {**arrays, "T": T, "S": S, "C": config}, made, axis, math.prod(batch), capability)
+        launch = Launch(kernel, {**arrays, "T": T, "S": S, "C": config}, results, results, axis, math.prod(batch),
+                        capability)
+        # A bias would need the tail of log-sum-exps put together too, and a sink belongs to one share only.
+        alone = axis == "bias" or bias is not None or operands.get("sinks") is not None
+        yield launch if alone else _shared(launch)
+
+
+def _result(array: str, spec: AttentionSpec, operands: dict[str, Any], batch: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    query, value = operands["query"], operands["value"]
+    (T, N, H), (S, K, E) = query.shape[-3:], value.shape[-3:]
+    rows = {"query": (T, N, H), "key": (S, K, H), "value": (S, K, E), "output": (T, N, E)}
+    like = kind(array)
+    if like == "bias":
+        bias = operands["bias"]
+        return jax.ShapeDtypeStruct((*batch[:-1], *bias.shape[-4:]), np.float32 if spec.partial else bias.dtype)
+    if like in rows:
+        return jax.ShapeDtypeStruct(batch + rows[like], np.float32 if spec.partial else query.dtype)
+    return jax.ShapeDtypeStruct((*batch, N, T), np.float32)
+
+
+def _shared(launch: Launch) -> Launch:
+    """The launch with the work of each block shared by several programs, if it has too few to fill a GPU."""
+    config = launch.config
+    shares = blocks.shares(launch.programs, launch.tiles)
+    if shares == 1:
+        return launch
+    layout = dataclasses.replace(config.layout, **{
+        array: dataclasses.replace(getattr(config.layout, array), share_stride=launch.batch)
+        for array in launch.results})
+    outputs = {array: jax.ShapeDtypeStruct((shares, *x.shape), np.float32) for array, x in launch.results.items()}
+    arguments = launch.arguments | {"C": dataclasses.replace(config, layout=layout, shares=shares)}
+    return dataclasses.replace(launch, arguments=arguments, outputs=outputs)
 
 
 def _layout(array: str, shape: tuple[int, ...], batch: tuple[int, ...]) -> Layout:
@@ -168,8 +208,8 @@ def call(launch: Launch) -> dict[str, jax.Array]:
     cut, name = launch.config.blocks, launch.kernel.__name__.replace("_hopper", "_kernel")
     arrays = {array: x for array, x in launch.arguments.items() if hasattr(x, "dtype")} | launch.outputs
     results = jax_triton.triton_call(
-        **hopper.described(launch.kernel, launch.arguments), kernel=launch.kernel, out_type=tuple(launch.outputs.values()),
-        grid=(launch.programs,), name=f"jttt_{name}", num_warps=cut.warps,
+        **hopper.described(launch.kernel, launch.arguments), kernel=launch.kernel,
+        out_type=tuple(launch.outputs.values()), grid=launch.grid, name=f"jttt_{name}", num_warps=cut.warps,
         num_stages=launch.pipelined_stages, compute_capability=launch.capability,
         cost_estimate=cost.estimate(name, arrays, launch.config.band, cut, launch.batch))
     return dict(zip(launch.outputs, results, strict=True))

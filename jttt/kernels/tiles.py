@@ -55,6 +55,8 @@ def own_batch(batch, L: tl.constexpr):
         index = index * 0
         for i in tl.static_range(len(L.batch)):
             index += (batch // L.batch[i][0]) % L.batch[i][1] * L.batch[i][2]
+    if L.share_stride:
+        index += tl.program_id(1).to(tl.int64) * L.share_stride
     return index
 
 
@@ -334,7 +336,8 @@ def walk(block, block_list, block_counts, batch, head, length, other_length, LEF
         index = index * tl.cdiv(length, BLOCK) + block
         full = tl.load(block_counts + index * 2)
         mixed = tl.load(block_counts + index * 2 + 1)
-        return 0, 0, full, full + mixed, block_list + index * tl.cdiv(other_length, OTHER_BLOCK)
+        listed = block_list + index * tl.cdiv(other_length, OTHER_BLOCK)
+        return own_share((0, 0, full, full + mixed, listed), C)
     else:
         first = block * BLOCK
         last = tl.minimum(first + BLOCK, length) - 1
@@ -350,7 +353,21 @@ def walk(block, block_list, block_counts, batch, head, length, other_length, LEF
             full_end = tl.minimum(full_end, tl.maximum(first + RIGHT + 1, 0) // OTHER_BLOCK)
         full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
         full_end = tl.minimum(tl.maximum(full_end, full_begin), end)
-        return begin, full_begin, full_end, end, None
+        return own_share((begin, full_begin, full_end, end, None), C)
+
+
+@triton.jit
+def own_share(walked, C: tl.constexpr):
+    """The part of a walk that falls to this program where several share a block's work."""
+    begin, full_begin, full_end, end, listed = walked
+    if C.shares > 1:
+        blocks = end - begin
+        share = tl.program_id(1)
+        end = begin + blocks * (share + 1) // C.shares
+        begin += blocks * share // C.shares
+        full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
+        full_end = tl.minimum(tl.maximum(full_end, full_begin), end)
+    return begin, full_begin, full_end, end, listed
 
 
 @triton.jit

@@ -39,7 +39,7 @@ def run(name: str, spec: AttentionSpec, operands: dict[str, jax.Array], made: di
     """Runs the kernel of pass `name`; returns its outputs, whose shapes are `made`, by name."""
     kernel, arguments, outputs, programs, options = plan(name, spec, operands, made)
     if interpreter.has(kernel):
-        return interpreter.run(kernel, programs, arguments, outputs)
+        return interpreter.run(kernel, (programs,), arguments, outputs)
     results = jax_triton.triton_call(
         **arguments, kernel=kernel, out_type=tuple(outputs.values()), grid=(programs,),
         name=f"jttt_modes_{kernel.__name__}", compute_capability=capability, **options)

@@ -13,7 +13,12 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait)
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from jttt.kernels import tiles
 
@@ -46,9 +51,9 @@ def make(arrays, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr):
     buffers = ()
     for i in gl.static_range(len(arrays)):
         if arrays[i] is None:
-            buffers = buffers + (None, )
+            buffers += (0, )  # An absent array needs no buffer; a tuple that is added to cannot hold None.
         else:
-            buffers = buffers + (gl.allocate_shared_memory(
+            buffers += (gl.allocate_shared_memory(
                 arrays[i].dtype, [STAGES, 1, ROWS, 1, tiles.padded(L[i].width)], arrays[i].layout), )
     arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -119,7 +124,7 @@ def refill(stream, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, wa
 def matrix(stream, i: gl.constexpr, stage, L: gl.constexpr, ROWS: gl.constexpr):
     """A stage of the i-th array as a matrix in shared memory; None for an array that is absent."""
     arrays, buffers, arrived = stream
-    if buffers[i] is None:
+    if arrays[i] is None:
         return None
     else:
         return buffers[i].index(stage).reshape([ROWS, tiles.padded(L[i].width)])

@@ -1,0 +1,202 @@
+"""Attention on several devices beside one: time, memory and differences.
+
+    python -m benchmarks.scaling                      # on a machine with several GPUs: all of it
+    python -m benchmarks.scaling ring --ring-t 65536  # one part of it
+    JAX_NUM_CPU_DEVICES=4 python -m benchmarks.scaling --t 64 --ring-t 128 --n 4 --h 8 --iters 2   # a try-out
+
+    batch   the meta-gradient of as many sequences as devices, sharded over the batch under jit, beside one
+            sequence on one device: ideally it takes the same time
+    heads   the meta-gradient of one sequence, sharded over its heads under jit, beside one device: ideally
+            it takes the time divided by the devices
+    ring    jttt.ring_attention of one long sequence in zigzag order, forward, gradient and meta-gradient,
+            beside jttt.dot_product_attention on one device: how much the results differ (relative, in
+            Frobenius norm), and time and temporary memory of a device divided by those of one
+
+Attention is causal, the passes are those of benchmarks.gradgrad. The efficiency is the throughput divided by
+that of as many devices as were ideal.
+"""
+
+import argparse
+import dataclasses
+import functools
+import sys
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jttt
+from benchmarks import harness, workload
+from benchmarks.harness import Record
+from benchmarks.workload import Case
+
+AXIS = "devices"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures what the flags ask for, saves it after every cell, and prints the table."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = build_parser()
+    flags = parser.parse_args(argv)
+    try:
+        device = harness.select_device(flags.device)
+    except RuntimeError as error:
+        parser.error(f"argument --device: {error}")
+    available = jax.devices(device.platform)
+    count = flags.devices or len(available)
+    if count > len(available):
+        parser.error(f"argument --devices: {count} asked for, and this machine has {len(available)}")
+    if flags.n % count or flags.ring_t % (2 * count):
+        parser.error(f"argument --n or --ring-t: expected multiples of {count} and {2 * count} for {count} devices")
+
+    mesh = jax.make_mesh((count,), (AXIS,), axis_types=(AxisType.Auto,), devices=available[:count])
+    report = harness.describe_run("benchmarks.scaling", argv, device) | {"devices": count, "results": []}
+    out = flags.out or harness.default_out(f"scaling-{count}", device)
+    harness.run(list_tasks(flags, mesh), report, out, device)
+    print_report(report)
+    if out:
+        print(f"\nsaved {out}")
+
+
+def list_tasks(flags: argparse.Namespace, mesh: Mesh) -> list[harness.Task]:
+    """Every cell of the run."""
+    tasks = []
+    for name in dict.fromkeys(flags.measurements):
+        passes = workload.PASSES if name == "ring" else ("meta-gradient",)
+        tasks += [harness.Task("results", f"{name} {pass_name}", functools.partial(
+            MEASUREMENTS[name], pass_name, flags, mesh)) for pass_name in passes]
+    return tasks
+
+
+def measure_batch(pass_name: str, flags: argparse.Namespace, mesh: Mesh) -> list[Record]:
+    """A sequence on each device."""
+    one = problem(flags, b=1, t=flags.t)
+    return compare("batch", pass_name, flags, one, attention(mesh), dataclasses.replace(one, b=mesh.size),
+                   attention(mesh), NamedSharding(mesh, P(AXIS)))
+
+
+def measure_heads(pass_name: str, flags: argparse.Namespace, mesh: Mesh) -> list[Record]:
+    """Some heads on each device."""
+    one = problem(flags, b=1, t=flags.t)
+    return compare("heads", pass_name, flags, one, attention(mesh), one, attention(mesh),
+                   NamedSharding(mesh, P(None, None, AXIS)))
+
+
+def measure_ring(pass_name: str, flags: argparse.Namespace, mesh: Mesh) -> list[Record]:
+    """Two slices of the sequence on each device."""
+    one, spec = problem(flags, b=1, t=flags.ring_t), P(None, AXIS)
+    local = functools.partial(jttt.ring_attention, axis_name=AXIS, layout="zigzag", is_causal=True,
+                              implementation=implementation(mesh))
+    ring = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
+    records = compare("ring", pass_name, flags, one, attention(mesh), one, ring, NamedSharding(mesh, spec))
+    if not any(record["failure"] for record in records):
+        records[-1]["difference"] = difference(pass_name, one, attention(mesh), ring, NamedSharding(mesh, spec), flags)
+    return records
+
+
+MEASUREMENTS = {"batch": measure_batch, "heads": measure_heads, "ring": measure_ring}
+
+
+def problem(flags: argparse.Namespace, b: int, t: int) -> Case:
+    return Case(b=b, t=t, n=flags.n, h=flags.h, dtype=flags.dtype, causal=True)
+
+
+def implementation(mesh: Mesh) -> str | None:
+    """Kernels by name on GPUs, so that nothing else can be measured there."""
+    return "triton" if mesh.devices.flat[0].platform == "gpu" else None
+
+
+def attention(mesh: Mesh) -> workload.Attention:
+    return functools.partial(jttt.dot_product_attention, is_causal=True, implementation=implementation(mesh))
+
+
+def compare(name: str, pass_name: str, flags: argparse.Namespace, one: Case, on_one: workload.Attention, several: Case,
+            on_several: workload.Attention, sharding: NamedSharding) -> list[Record]:
+    """The record of one device and that of all of them, which has what the first divided by it makes."""
+    alone = record(name, pass_name, flags, one, on_one, sharding.mesh.devices.flat[0], 1)
+    shared = record(name, pass_name, flags, several, on_several, sharding, sharding.mesh.size)
+    if alone["milliseconds"] and shared["milliseconds"]:
+        work = workload.operations(pass_name, several) / workload.operations(pass_name, one)
+        shared["speed_up"] = work * alone["milliseconds"] / shared["milliseconds"]
+        shared["efficiency"] = shared["speed_up"] / sharding.mesh.size
+    if alone["temporary_bytes"]:
+        shared["memory_ratio"] = shared["temporary_bytes"] / alone["temporary_bytes"]
+    return [alone, shared]
+
+
+def record(name: str, pass_name: str, flags: argparse.Namespace, case: Case, function: workload.Attention,
+           place: jax.Device | NamedSharding, devices: int) -> Record:
+    measured = harness.measure(
+        workload.PASSES[pass_name](function), jax.device_put(workload.rotating_inputs(case, flags.seed), place),
+        iters=flags.iters, warmup=flags.warmup, repeats=flags.repeats)
+    described = {"measurement": name, "pass": pass_name, "devices": devices} | case.describe()
+    return described | dataclasses.asdict(measured)
+
+
+def difference(pass_name: str, case: Case, on_one: workload.Attention, ring: workload.Attention,
+               sharding: NamedSharding, flags: argparse.Namespace) -> float:
+    """The largest relative difference of an output over the ring from that of one device."""
+    devices, first = sharding.mesh.size, sharding.mesh.devices.flat[0]
+    inputs = workload.draw(case, jax.random.key(flags.seed))
+    expected = jax.jit(workload.PASSES[pass_name](on_one))(*jax.device_put(inputs, first))
+    moved = jax.device_put([jttt.to_zigzag(x, devices=devices) for x in inputs], sharding)
+    results = jax.device_put(jax.jit(workload.PASSES[pass_name](ring))(*moved), first)
+    return max(relative(jttt.from_zigzag(result, devices=devices), exact)
+               for result, exact in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True))
+
+
+def relative(result: jax.Array, exact: jax.Array) -> float:
+    exact = exact.astype(jnp.float32)
+    return float(jnp.linalg.norm((result.astype(jnp.float32) - exact).ravel()) / jnp.linalg.norm(exact.ravel()))
+
+
+def print_report(report: Record) -> None:
+    """Prints a report, as it is saved, for people."""
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    print(f"\n{report['devices']} × {report['device']}, {report['date']}\n{versions}\n{report['command']}\n")
+    header = ("measurement", "pass", "B", "T", "devices", "ms", "spread", "speed-up", "efficiency", "temporary",
+              "of one device's", "difference")
+    print(harness.format_table(header, [(
+        row["measurement"], row["pass"], str(row["shape"]["b"]), str(row["shape"]["t"]), str(row["devices"]),
+        row["failure"] or f"{row['milliseconds']:.3f}",
+        harness.format_number(row["spread"], ".3f"),
+        harness.format_number(row.get("speed_up"), ".2f", "x"),
+        harness.format_number(row.get("efficiency"), ".1%"),
+        harness.format_bytes(row["temporary_bytes"]),
+        harness.format_number(row.get("memory_ratio"), ".2f"),
+        harness.format_number(row.get("difference"), ".1e"),
+    ) for row in report["results"]]))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line; its description is this module's docstring."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.scaling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "measurements", nargs="*", type=measurement_name, default=list(MEASUREMENTS), metavar="MEASUREMENT",
+        help=f"what to measure: {', '.join(MEASUREMENTS)} (default all)")
+    count = harness.positive_int
+    problem = parser.add_argument_group("problem", "query, key and value are [B, T, N, H]")
+    problem.add_argument("--t", type=count, default=8192, help="sequence length of batch and heads (default 8192)")
+    problem.add_argument("--ring-t", type=count, default=131072, metavar="T",
+                         help="length of the whole sequence of ring (default 131072)")
+    problem.add_argument("--n", type=count, default=16, help="heads (default 16)")
+    problem.add_argument("--h", type=count, default=128, help="width of a head (default 128)")
+    problem.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16",
+                         help="dtype of query, key and value (default bfloat16)")
+    problem.add_argument("--devices", type=count, metavar="D", help="how many to use (default all there are)")
+    harness.add_run_flags(parser)
+    return parser
+
+
+def measurement_name(text: str) -> str:
+    """A known measurement's name, for `argparse`."""
+    if text not in MEASUREMENTS:
+        raise argparse.ArgumentTypeError(f"unknown measurement {text!r}, known are {', '.join(MEASUREMENTS)}")
+    return text
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Several programs that share the work of one block, where there are too few to fill a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jttt
+from jttt.kernels import blocks
+from tests import plain
+
+CASES = {
+    "all": {},
+    "causal": {"is_causal": True},
+    "window": {"local_window_size": (20, 5)},
+    # One row of the batch sees nothing, and blocks come from a list.
+    "lengths": {"key_value_seq_lengths": np.array([0, 55], np.int32)},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_shares_add_up_to_the_whole(case, monkeypatch):
+    monkeypatch.setattr(blocks, "shares", lambda programs, tiles: 3)
+    generator = np.random.default_rng(0)
+    arrays = [jnp.asarray(generator.standard_normal(shape, np.float32))
+              for shape in ((2, 70, 4, 16), (2, 90, 2, 16), (2, 90, 2, 24))]
+
+    def orders(implementation):
+        def attend(*arrays):
+            return jttt.dot_product_attention(*arrays, implementation=implementation, return_residual=True,
+                                              **CASES[case])
+
+        def loss(*arrays):
+            output, lse = attend(*arrays)
+            return jnp.sum(jnp.sin(output)) + jnp.sum(jnp.where(lse == -jnp.inf, 0, jnp.cos(lse)))
+
+        gradient = jax.grad(loss, argnums=(0, 1, 2))
+        second = jax.grad(lambda *arrays: sum(jnp.sum(jnp.sin(x)) for x in gradient(*arrays)), argnums=(0, 1, 2))
+        output, lse = attend(*arrays)
+        return output, jnp.exp(lse), *gradient(*arrays), *second(*arrays)
+
+    for mine, expected in zip(jax.jit(orders, static_argnums=0)("triton"), orders("xla"), strict=True):
+        assert plain.error(mine, np.asarray(expected, np.float64)) < 3e-6
+
+
+@pytest.mark.parametrize(("programs", "tiles", "expected"), [
+    (264, 100, 1),  # a full GPU
+    (10_000, 100, 1),
+    (128, 128, 2),  # half of one
+    (192, 144, 4),  # 2.9 rounds of a quarter each, not one of a whole
+    (32, 32, 8),
+    (8, 8, 2),  # four tiles at least
+    (1, 1, 1),
+])
+def test_programs_share_their_work_only_if_the_gpu_would_be_idle(programs, tiles, expected):
+    assert blocks.shares(programs, tiles) == expected
