@@ -2,9 +2,11 @@
 
     python -m benchmarks.resources                       # every row of the table of blocks
     python -m benchmarks.resources --capability 90 --kernel forward_kernel --json
+    python -m benchmarks.resources --write               # after a change of kernels
 
 Prints, for each kernel and row of `jttt/kernels/blocks.py`, the registers and spilled bytes of a
-thread, as ptxas reports them, and the shared memory of a program.
+thread, as ptxas reports them, and the shared memory of a program; --write puts the spilled bytes
+into the table.
 """
 
 from __future__ import annotations
@@ -17,17 +19,21 @@ import re
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import triton
+import jax_triton
+from jax_triton import triton_lib
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon import _runtime as gluon
 
 from benchmarks import harness
-from jttt.kernels import blocks, launch
+from jttt.kernels import blocks, hopper, launch
 from jttt.kernels.config import Blocks
 from jttt.spec import AttentionSpec, Band
 
@@ -61,14 +67,18 @@ class Resources:
 
 
 def launch_of(kernel: str, width: int, dtype: Any, capability: int, *, causal: bool = True, every: bool = False,
-              batch: int = 1, heads: int = 4, length: int = 512, cut: Blocks | None = None) -> launch.Launch:
+              batch: int = 1, heads: int = 16, length: int = 4096, cut: Blocks | None = None) -> launch.Launch:
     """The launch of one kernel at a head width, with the whole direction and every output.
 
     With `every`, also with all that can be given at once: bias, sinks, soft cap, a window and each
-    kind of mask. Blocks are the table's unless others are given.
+    kind of mask. Blocks are the table's unless others are given. It is the very kernel that is named,
+    also where its version for Hopper, or the other way about, would run. The default problem is one that
+    fills a GPU: no two programs share the work of a block.
     """
-    name = next(name for name, entries in launch.KERNELS.items()
-                if any(entry[0].__name__ == kernel for entry in entries))
+    cut = cut or blocks.choose(kernel, width, jnp.dtype(dtype).itemsize, capability, dense=every)
+    name, (plain, _, outputs) = next((name, entry) for name, entries in launch.KERNELS.items() for entry in entries
+                                     if entry[0].__name__ == kernel.replace("_hopper", "_kernel"))
+    named = plain if plain.__name__ == kernel else hopper.KERNELS[plain.__name__][0]
     T, S, N = length, length, heads
     shapes = {array: (batch, length, heads, width) for array in ROWS} | {array: (batch, N, T) for array in COLUMNS}
     dtypes = dict.fromkeys(ROWS, dtype) | dict.fromkeys(COLUMNS, jnp.float32)
@@ -82,40 +92,61 @@ def launch_of(kernel: str, width: int, dtype: Any, capability: int, *, causal: b
         dtypes |= dict.fromkeys(("key_start", "key_end", "query_segments", "key_segments"), jnp.int32)
     spec = AttentionSpec(scale=width**-0.5, band=Band(256 if every else None, 0 if causal else None),
                          soft_cap=30.0 if every else None)
-    wanted = [output for entry in launch.KERNELS[name] if entry[0].__name__ == kernel for output in entry[2]
-              if every or output != "lse_tail"]
+    wanted = [output for output in outputs if every or output != "lse_tail"]
     planned = []
 
     def plan(operands):
         planned.extend(launch.launches(name, spec, operands, wanted, (batch,), capability, cut))
 
     jax.eval_shape(plan, {array: jax.ShapeDtypeStruct(shapes[array], dtypes[array]) for array in shapes})
-    return planned[0]
+    return dataclasses.replace(planned[0], kernel=named)
 
 
 def compile_resources(planned: launch.Launch) -> tuple[int, int, int]:
     """Compiles a launch for its capability: (registers, spilled, shared)."""
-    cut = planned.config.blocks
-    return compile_kernel(planned.kernel, planned.arguments, planned.outputs, planned.capability,
-                          dict(num_warps=cut.warps, num_stages=cut.stages))
+    arguments = dict(planned.arguments)
+
+    def describe(arrays):
+        arguments.update(hopper.described(planned.kernel, arguments | arrays))
+
+    jax.eval_shape(describe, {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arguments.items()
+                              if hasattr(x, "dtype")})
+    return compile_kernel(planned.kernel, arguments, planned.outputs, planned.capability,
+                          dict(num_warps=planned.config.blocks.warps, num_stages=planned.pipelined_stages))
 
 
 def compile_kernel(kernel: Any, arguments: dict[str, Any], outputs: dict[str, Any], capability: int,
                    options: dict[str, int]) -> tuple[int, int, int]:
-    """Compiles a kernel for arrays of these shapes and dtypes: (registers, spilled, shared)."""
+    """Compiles a kernel for arrays of these shapes and dtypes: (registers, spilled, shared).
+
+    As jax-triton does, whose order of the compiler's passes is not that of `triton.compile` for a kernel in Gluon.
+    """
     signature, constants = {}, {}
     for name in kernel.arg_names:
         argument = outputs.get(name, arguments.get(name))
         if name == "C" or argument is None:
             signature[name], constants[name] = "constexpr", argument
+        elif isinstance(argument, jax_triton.TensorDescriptor):
+            signature[name] = triton_lib.get_type_id(argument)
         elif isinstance(argument, int):
             signature[name] = "i32"
         else:
             signature[name] = "*" + _TRITON_TYPES[jnp.dtype(argument.dtype).name]
-    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
-    source = ASTSource(kernel, signature, constants, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return *_ptxas(compiled.asm["ptx"], capability), compiled.metadata.shared
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values())
+               if kind.startswith(("*", "tensordesc"))}
+    in_gluon = isinstance(kernel, gluon.GluonJITFunction)
+    source = (gluon.GluonASTSource if in_gluon else ASTSource)(kernel, signature, constants, aligned)
+
+    target = GPUTarget("cuda", capability, 32)
+    backend = make_backend(target)
+    parsed = backend.parse_options(options)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    functions, modules = backend.get_codegen_implementation(parsed), backend.get_module_map()
+    module = source.make_ir(target, parsed, functions, modules, context)
+    compiled = triton_lib.compile_ttir_inplace(module, backend, parsed, target)
+    return *_ptxas(compiled.binary, capability), compiled.shared_mem_bytes
 
 
 def measure(kernel: str, width: int, itemsize: int, capability: int) -> Resources:
@@ -137,18 +168,38 @@ def _ptxas(ptx: str, capability: int) -> tuple[int, int]:
     return registers, int(re.search(r"(\d+) bytes spill stores", report).group(1))
 
 
+def write(rows: dict[tuple[int, str, int, int], Blocks], path: Path = Path(blocks.__file__)) -> None:
+    """Puts rows (capability, kernel, width, bytes of a number) into the file of the table, each in its own place."""
+    lines, capability = [], 0
+    for line in path.read_text().splitlines(keepends=True):
+        if table := re.fullmatch(r"    (\d+): {\n", line):
+            capability = int(table[1])
+        if row := re.match(r' {8}\("(\w+)", (\d+), (\d+)\): ', line):
+            cut = rows.get((capability, row[1], int(row[2]), int(row[3])))
+            if cut:
+                numbers = [str(cut.queries), str(cut.keys), str(cut.warps), str(cut.stages)]
+                numbers += [f"spilled={cut.spilled}"] if cut.spilled else []
+                line = f"{row[0]}Blocks({', '.join(numbers)}),\n"
+        lines.append(line)
+    harness.save_text(path, "".join(lines))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.resources", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capability", type=int, choices=sorted(blocks.TABLE), help="only this one")
     parser.add_argument("--kernel", help="only this one")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--write", action="store_true", help="put what each row spills into the table of blocks")
     arguments = parser.parse_args()
     rows = [(kernel, width, itemsize, capability)
             for capability, table in blocks.TABLE.items() for kernel, width, itemsize in table
             if arguments.capability in (None, capability) and arguments.kernel in (None, kernel)]
     with concurrent.futures.ProcessPoolExecutor(2) as pool:
         results = list(pool.map(measure, *zip(*rows, strict=True)))
+    if arguments.write:
+        write({(capability, kernel, width, itemsize): dataclasses.replace(x.blocks, spilled=x.spilled)
+               for (kernel, width, itemsize, capability), x in zip(rows, results, strict=True)})
     if arguments.json:
         json.dump([dataclasses.asdict(x) for x in results], sys.stdout)
         return

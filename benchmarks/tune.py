@@ -1,11 +1,14 @@
-"""Times block sizes of one kernel after another on this GPU, to write `jttt/kernels/blocks.py` by.
+"""Times block sizes of one kernel after another on this GPU; the fastest make up `jttt/kernels/blocks.py`.
 
     python -m benchmarks.tune                                     # every kernel at widths 64 and 128
+    python -m benchmarks.tune --write                             # and put the fastest into the table
     python -m benchmarks.tune --kernels d_query_kernel --d 128 --dtype bf16 --out tune.json
 
-Candidates are compiled side by side in worker processes; those that spill more than --spill bytes a
-thread or ask for more shared memory than a program can have are named and not run. The rest are
-timed one at a time on random data, median of the repeats, and the table is sorted by time.
+The kernels are those that run on this GPU, forward_hopper and so on where they are for it, unless others are
+named. Candidates are compiled side by side in worker processes; those that spill more than --spill bytes a
+thread or ask for more shared memory than a program can have are not run. The rest are timed one at a time on
+random data, median of the repeats, and printed by time; what computes something else than the kernel in plain
+Triton is named and left out.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import multiprocessing
 import os
 import statistics
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,8 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks import harness
-from jttt.kernels import launch
+from jttt import parts
+from jttt.kernels import blocks, hopper, launch
 from jttt.kernels.config import Blocks
 
 # Products of T·S·width operations that each kernel makes.
@@ -56,18 +60,50 @@ class Problem:
                                    causal=self.causal, batch=self.batch, heads=self.heads, length=self.length, cut=cut)
 
 
+def kernels_for(width: int, dtype: str, capability: int) -> list[str]:
+    """The kernels that run problems of such a width and dtype."""
+    array = jax.ShapeDtypeStruct((1, 1, 1, width), dtype)
+    if hopper.takes(capability, array, array):
+        return [hopper.KERNELS[name][0].__name__ for name in PRODUCTS]
+    return list(PRODUCTS)
+
+
+def products(kernel: str) -> int:
+    return PRODUCTS[kernel.replace("_hopper", "_kernel")]
+
+
 def candidates(problem: Problem) -> list[Blocks]:
-    """Tiles, warps and stages worth compiling: no more rows than warps can share, no tile too small."""
+    """Tiles, warps and stages worth compiling."""
+    if problem.kernel.endswith("_hopper"):
+        return _hopper_candidates(problem)
     sizes = (32, 64, 128) if problem.width <= 128 else (16, 32, 64)
     rows = "keys" if "key_value" in problem.kernel else "queries"
     # The kernels of order two stream more tiles, so fewer stages of them fit.
-    depths = (2, 3) if PRODUCTS[problem.kernel] < 5 else (1, 2)
+    depths = (2, 3) if products(problem.kernel) < 5 else (1, 2)
     found = []
     for queries, keys, warps, stages in itertools.product(sizes, sizes, (4, 8), depths):
         cut = Blocks(queries, keys, warps, stages)
+        # No more warps than the rows that stay can feed.
         if getattr(cut, rows) >= (64 if problem.width <= 128 else 16):
             found.append(cut)
     return found
+
+
+def _hopper_candidates(problem: Problem) -> list[Blocks]:
+    """Sixteen of the rows that stay to each warp, as Hopper's products have them; stages are buffers."""
+    found = []
+    for (resident, warps), streamed, stages in itertools.product(((64, 4), (128, 8)), (32, 64, 128), (1, 2, 3)):
+        queries, keys = (streamed, resident) if "key_value" in problem.kernel else (resident, streamed)
+        found.append(Blocks(queries, keys, warps, stages))
+    return found
+
+
+def plain(problem: Problem) -> tuple[Problem, Blocks]:
+    """The kernel in plain Triton with the table's blocks: what others must agree with."""
+    kernel = problem.kernel.replace("_hopper", "_kernel")
+    itemsize = jnp.dtype(problem.dtype).itemsize
+    return (dataclasses.replace(problem, kernel=kernel),
+            blocks.choose(kernel, problem.width, itemsize, problem.capability))
 
 
 def compile_candidate(problem: Problem, cut: Blocks) -> tuple[Blocks, int, int, int, bytes | None]:
@@ -80,32 +116,39 @@ def compile_candidate(problem: Problem, cut: Blocks) -> tuple[Blocks, int, int, 
     except Exception as error:  # a candidate that the compiler refuses is a result too
         print(f"{problem.kernel} {cut}: {str(error).splitlines()[0]}")
         return cut, 0, 0, 0, None
-    if shared > resources.SHARED_MEMORY[90]:
+    if shared > max(bytes_ for known, bytes_ in resources.SHARED_MEMORY.items() if known <= problem.capability):
         return cut, registers, spilled, shared, None
     shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in planned.arguments.items()
               if hasattr(x, "dtype")}
     rest = {name: x for name, x in planned.arguments.items() if name not in shapes}
 
     def program(*arrays):
-        return launch.call(dataclasses.replace(planned, arguments=dict(zip(shapes, arrays, strict=True)) | rest))
+        made = launch.call(dataclasses.replace(planned, arguments=dict(zip(shapes, arrays, strict=True)) | rest))
+        return parts.put_together(made) if planned.config.shares > 1 else made
 
     checks = [jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")]
     exported = jax.export.export(jax.jit(program), platforms=["cuda"], disabled_checks=checks)(*shapes.values())
     return cut, registers, spilled, shared, bytes(exported.serialize())
 
 
-def milliseconds(program: Any, arrays: list[jax.Array], repeats: int, launches: int) -> float:
+def milliseconds(run: Callable, arrays: list[jax.Array]) -> float:
     """Median time of one launch, of back-to-back launches between two synchronisations."""
-    run = jax.jit(jax.export.deserialize(program).call)
-    jax.block_until_ready(run(*arrays))
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        for _ in range(launches):
-            result = run(*arrays)
-        jax.block_until_ready(result)
-        times.append((time.perf_counter() - start) / launches * 1e3)
-    return statistics.median(times)
+    return statistics.median(harness.time_launches(run, [tuple(arrays)], iters=4, warmup=1, repeats=5))
+
+
+def loaded(program: bytes) -> Callable:
+    """What `compile_candidate` exported, as a function of arrays."""
+    return jax.jit(jax.export.deserialize(program).call)
+
+
+def agree(results: dict[str, jax.Array], expected: dict[str, jax.Array]) -> bool:
+    """Whether two cuts of a kernel compute the same, up to rounding in another order."""
+
+    def wide(x: jax.Array) -> jax.Array:
+        return x.astype(jnp.float32)
+
+    return all(jnp.linalg.norm(wide(results[name]) - wide(x)) <= 0.02 * jnp.linalg.norm(wide(x))
+               for name, x in expected.items())
 
 
 def inputs(problem: Problem) -> list[jax.Array]:
@@ -120,7 +163,7 @@ def inputs(problem: Problem) -> list[jax.Array]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kernels", default=",".join(PRODUCTS), help="comma-separated (default: all)")
+    parser.add_argument("--kernels", help="comma-separated (default: all that run on this GPU)")
     parser.add_argument("--d", default="64,128", help="widths of a head (default: 64,128)")
     parser.add_argument("--dtype", choices=harness.DTYPES, default="bf16", help="default: bf16")
     parser.add_argument("--b", type=int, default=1, help="batch (default: 1)")
@@ -130,40 +173,64 @@ def main() -> None:
     parser.add_argument("--spill", type=int, default=200, help="most spilled bytes to time (default: 200)")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="compiling processes")
     parser.add_argument("--keep", type=int, default=12, help="rows to print for each kernel (default: 12)")
+    parser.add_argument("--write", action="store_true", help="put the fastest blocks into jttt/kernels/blocks.py")
     parser.add_argument("--out", help="JSON file to write")
     arguments = parser.parse_args()
 
     capability = int(jax.devices("cuda")[0].compute_capability.replace(".", ""))
-    problems = [Problem(kernel, int(width), harness.DTYPES[arguments.dtype], arguments.b, arguments.h, arguments.t,
-                        arguments.causal, capability)
-                for width in arguments.d.split(",") for kernel in arguments.kernels.split(",")]
+    if arguments.write and capability not in blocks.TABLE:
+        parser.error(f"argument --write: the table has no rows of compute capability {capability}; "
+                     f"expected a GPU of {' or '.join(map(str, blocks.TABLE))}")
+    dtype = harness.DTYPES[arguments.dtype]
+    problems = [Problem(kernel, width, dtype, arguments.b, arguments.h, arguments.t, arguments.causal, capability)
+                for width in map(int, arguments.d.split(","))
+                for kernel in (arguments.kernels.split(",") if arguments.kernels
+                               else kernels_for(width, dtype, capability))]
     rows: list[dict[str, Any]] = []
     # Workers compile for the GPU but must not touch it.
     os.environ["JAX_PLATFORMS"] = "cpu"
-    with concurrent.futures.ProcessPoolExecutor(arguments.workers, multiprocessing.get_context("spawn")) as pool:
-        jobs = {problem: [pool.submit(compile_candidate, problem, cut) for cut in candidates(problem)]
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(arguments.workers, context, initializer=_quiet) as pool:
+        jobs = {problem: [pool.submit(compile_candidate, *plain(problem)),
+                          *(pool.submit(compile_candidate, problem, cut) for cut in candidates(problem))]
                 for problem in problems}
         for problem in problems:
             progress = tqdm(jobs[problem], desc=f"{problem.kernel} {problem.width}")
-            rows += tune(problem, [job.result() for job in progress], arguments.spill, arguments.keep)
+            (*_, expected), *compiled = [job.result() for job in progress]
+            rows += tune(problem, expected, compiled, arguments.spill, arguments.keep)
+    if arguments.write:
+        write(rows, capability)
     if arguments.out:
         device = jax.devices("cuda")[0]
         report = harness.describe_run("benchmarks.tune", sys.argv[1:], device)
         harness.save_json(Path(arguments.out), {**report, "results": rows})
 
 
-def tune(problem: Problem, compiled: list[Any], spill: int, keep: int) -> list[dict[str, Any]]:
-    """Times what can run, prints the fastest, and returns a row for every candidate."""
+def _quiet() -> None:
+    """Lets a worker write no errors: the compiler prints whole programs that it refuses. Ours come as results."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def tune(problem: Problem, expected: bytes, compiled: list[Any], spill: int, keep: int) -> list[dict[str, Any]]:
+    """Times what can run and agrees with the program `expected`, prints the fastest; a row for every candidate."""
     arrays = inputs(problem)
-    operations = (2 * PRODUCTS[problem.kernel] * problem.batch * problem.heads * problem.length**2 * problem.width
+    right = loaded(expected)(*arrays)
+    operations = (2 * products(problem.kernel) * problem.batch * problem.heads * problem.length**2 * problem.width
                   / (2 if problem.causal else 1))
     rows = []
     for cut, registers, spilled, shared, program in compiled:
-        row = dict(kernel=problem.kernel, width=problem.width, dtype=problem.dtype, **dataclasses.asdict(cut),
-                   registers=registers, spilled=spilled, shared=shared, milliseconds=None)
+        row = dict(kernel=problem.kernel, width=problem.width, dtype=problem.dtype) | dataclasses.asdict(cut)
+        row |= dict(registers=registers, spilled=spilled, shared=shared, milliseconds=None)
         if program is not None and spilled <= spill:
-            row["milliseconds"] = milliseconds(program, arrays, repeats=5, launches=4)
-            row["tflops"] = operations / row["milliseconds"] / 1e9
+            try:
+                run = loaded(program)
+                if agree(run(*arrays), right):
+                    row["milliseconds"] = milliseconds(run, arrays)
+                    row["tflops"] = operations / row["milliseconds"] / 1e9
+                else:
+                    print(f"{problem.kernel} {cut}: its results are not those of the kernel in plain Triton")
+            except jax.errors.JaxRuntimeError as error:
+                print(f"{problem.kernel} {cut}: {harness.reason(error)}")
         rows.append(row)
     timed = sorted((x for x in rows if x["milliseconds"]), key=lambda x: x["milliseconds"])
     for x in timed[:keep]:
@@ -171,6 +238,22 @@ def tune(problem: Problem, compiled: list[Any], spill: int, keep: int) -> list[d
               f"stages {x['stages']} {x['milliseconds']:8.3f} ms {x['tflops']:6.0f} TFLOP/s  "
               f"{x['registers']} registers, {x['spilled']} spilled, {x['shared']} shared", flush=True)
     return rows
+
+
+def write(rows: list[dict[str, Any]], capability: int, path: Path = Path(blocks.__file__)) -> None:
+    """Puts the fastest of the rows of each kernel and width into the table."""
+    from benchmarks import resources
+
+    best: dict[tuple[int, str, int, int], dict[str, Any]] = {}
+    for row in sorted((x for x in rows if x["milliseconds"]), key=lambda x: x["milliseconds"]):
+        best.setdefault((capability, row["kernel"], row["width"], jnp.dtype(row["dtype"]).itemsize), row)
+    cuts = {}
+    for key, row in best.items():
+        cut = Blocks(row["queries"], row["keys"], row["warps"], row["stages"])
+        # What it spills on the problem on which a test looks at that.
+        planned = resources.launch_of(row["kernel"], row["width"], jnp.dtype(row["dtype"]), capability, cut=cut)
+        cuts[key] = dataclasses.replace(cut, spilled=resources.compile_resources(planned)[1])
+    resources.write(cuts, path)
 
 
 if __name__ == "__main__":
