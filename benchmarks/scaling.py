@@ -2,7 +2,7 @@
 
     python -m benchmarks.scaling                      # on a machine with several GPUs: all of it
     python -m benchmarks.scaling ring --ring-t 65536  # one part of it
-    JAX_NUM_CPU_DEVICES=4 python -m benchmarks.scaling --t 64 --ring-t 128 --n 4 --h 8 --iters 2   # a try-out
+    JAX_NUM_CPU_DEVICES=4 python -m benchmarks.scaling --t 64 --ring-t 128 --h 4 --d 8 --iters 2   # a try-out
 
     batch   the meta-gradient of as many sequences as devices, sharded over the batch under jit, beside one
             sequence on one device: ideally it takes the same time
@@ -48,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     count = flags.devices or len(available)
     if count > len(available):
         parser.error(f"argument --devices: {count} asked for, and this machine has {len(available)}")
-    if flags.n % count or flags.ring_t % (2 * count):
-        parser.error(f"argument --n or --ring-t: expected multiples of {count} and {2 * count} for {count} devices")
+    if flags.h % count or flags.ring_t % (2 * count):
+        parser.error(f"argument --h or --ring-t: expected multiples of {count} and {2 * count} for {count} devices")
 
     mesh = jax.make_mesh((count,), (AXIS,), axis_types=(AxisType.Auto,), devices=available[:count])
     report = harness.describe_run("benchmarks.scaling", argv, device) | {"devices": count, "results": []}
@@ -100,7 +100,7 @@ MEASUREMENTS = {"batch": measure_batch, "heads": measure_heads, "ring": measure_
 
 
 def problem(flags: argparse.Namespace, b: int, t: int) -> Case:
-    return Case(b=b, t=t, n=flags.n, h=flags.h, dtype=flags.dtype, causal=True)
+    return Case(b=b, t=t, n=flags.h, k=flags.h, h=flags.d, dtype=harness.DTYPES[flags.dtype], causal=True)
 
 
 def implementation(mesh: Mesh) -> str | None:
@@ -182,10 +182,10 @@ def build_parser() -> argparse.ArgumentParser:
     problem.add_argument("--t", type=count, default=8192, help="sequence length of batch and heads (default 8192)")
     problem.add_argument("--ring-t", type=count, default=131072, metavar="T",
                          help="length of the whole sequence of ring (default 131072)")
-    problem.add_argument("--n", type=count, default=16, help="heads (default 16)")
-    problem.add_argument("--h", type=count, default=128, help="width of a head (default 128)")
-    problem.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16",
-                         help="dtype of query, key and value (default bfloat16)")
+    problem.add_argument("--h", type=count, default=16, help="heads (default 16)")
+    problem.add_argument("--d", type=count, default=128, help="width of a head (default 128)")
+    problem.add_argument("--dtype", choices=harness.DTYPES, default="bf16",
+                         help="dtype of query, key and value (default bf16)")
     problem.add_argument("--devices", type=count, metavar="D", help="how many to use (default all there are)")
     harness.add_run_flags(parser)
     return parser

@@ -55,7 +55,9 @@ def test_errors_are_at_most_those_of_xla(dtype, shape):
     errors = {name: (plain.error(ours[name], exact[name]), plain.error(xla[name], exact[name])) for name in exact}
     print(" ".join(f"{name} {mine:.1e}/{theirs:.1e}" for name, (mine, theirs) in errors.items()))
     for name, (mine, theirs) in errors.items():
-        assert mine <= 1.5 * theirs + 1e-6, (name, errors)
+        # A few numbers are too few for two errors to be alike.
+        slack = 1e-6 if exact[name].size > 100 else float(jnp.finfo(dtype).eps) / 4
+        assert mine <= 1.5 * theirs + slack, (name, errors)
 
 
 # Masks, biases, soft cap and sinks. jax.nn lacks most of them, so plain formulas of jttt are what to compare with.

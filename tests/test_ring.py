@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jttt
@@ -63,7 +64,8 @@ def ring_orders(arrays, directions, count, layout, on=None, **options):
         attention = functools.partial(jttt.ring_attention, axis_name="seq", layout=layout, return_residual=True)
         return orders(lambda *x: plain.joined(*attention(*x, **options)), directions[0], directions[1:])(arrays)
 
-    mesh = devices.mesh(seq=count) if on is None else jax.make_mesh((count,), ("seq",), devices=on)
+    mesh = devices.mesh(seq=count) if on is None else jax.make_mesh(
+        (count,), ("seq",), axis_types=(AxisType.Auto,), devices=on)
     mapped = jax.shard_map(local, mesh=mesh, in_specs=SEQUENCE, out_specs=SEQUENCE)
     moved = [[move(np.asarray(x)) for x in xs] for xs in (arrays, directions)]
     results, collectives = devices.compiled(mapped, *jax.device_get(moved))

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import scaling
 
-TINY = ("--device", "cpu", "--devices", "2", "--t", "8", "--ring-t", "16", "--n", "2", "--h", "4", "--iters", "1",
-        "--repeats", "1", "--warmup", "1", "--dtype", "float32")
+TINY = ("--device", "cpu", "--devices", "2", "--t", "8", "--ring-t", "16", "--h", "2", "--d", "4", "--iters", "1",
+        "--repeats", "1", "--warmup", "1", "--dtype", "fp32")
 
 
 @pytest.mark.slow
@@ -40,7 +40,7 @@ def test_each_measurement_compares_all_devices_with_one(tmp_path: Path, capsys: 
 @pytest.mark.parametrize(("flags", "message"), [
     (("rings",), "unknown measurement 'rings', known are batch, heads, ring"),
     (("--devices", "100"), "100 asked for"),
-    (("--devices", "2", "--n", "3"), "expected multiples of 2 and 4 for 2 devices"),
+    (("--devices", "2", "--h", "3"), "expected multiples of 2 and 4 for 2 devices"),
 ])
 def test_bad_flags_say_what_is_wrong(flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):

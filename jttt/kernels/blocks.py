@@ -75,7 +75,7 @@ TABLE: dict[int, dict[tuple[str, int, int], Blocks]] = {
         ("d_query_hopper", 128, 2): Blocks(64, 64, 4, 2),
         ("d_key_value_hopper", 128, 2): Blocks(64, 64, 4, 2),
         ("tangent_hopper", 128, 2): Blocks(64, 32, 4, 2),
-        ("g_query_hopper", 128, 2): Blocks(64, 32, 4, 2),
+        ("g_query_hopper", 128, 2): Blocks(64, 64, 4, 1, spilled=16),
         ("g_key_value_hopper", 128, 2): Blocks(32, 64, 4, 2, spilled=56),
         ("forward_kernel", 64, 2): Blocks(64, 64, 4, 3),
         ("d_query_kernel", 64, 2): Blocks(64, 128, 4, 3),
