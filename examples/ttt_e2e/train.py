@@ -98,9 +98,10 @@ def norm(tree: Any) -> jax.Array:
     return jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(tree)))
 
 
-def data_mesh() -> jax.sharding.Mesh:
-    """All devices, along one axis over which batches are sharded."""
-    return jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+def data_mesh(devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+    """These devices, by default all, along one axis over which batches are sharded."""
+    devices = jax.devices() if devices is None else list(devices)
+    return jax.make_mesh((len(devices),), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
 
 
 def make_step(config: Config, training: Training, mesh: jax.sharding.Mesh, **options: Any
