@@ -11,13 +11,13 @@ import pytest
 from benchmarks import scaling
 
 TINY = ("--device", "cpu", "--devices", "2", "--t", "8", "--ring-t", "16", "--h", "2", "--d", "4", "--iters", "1",
-        "--repeats", "1", "--warmup", "1", "--dtype", "fp32")
+        "--repeats", "1", "--warmup", "1", "--dtype", "fp32", "--scale", "128")
 
 
 @pytest.mark.slow
-def test_each_measurement_compares_all_devices_with_one(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_attention_compares_all_devices_with_one(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "results.json"
-    scaling.main([*TINY, "--out", str(out)])
+    scaling.main(["batch", "heads", "ring", *TINY, "--out", str(out)])
     assert "efficiency" in capsys.readouterr().out
 
     report = json.loads(out.read_text())
@@ -37,8 +37,24 @@ def test_each_measurement_compares_all_devices_with_one(tmp_path: Path, capsys: 
             assert 0 < shared["difference"] < 1e-5
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("cheap_compilation")
+def test_a_step_sees_the_same_sequences_on_one_device_and_on_all(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    out = tmp_path / "results.json"
+    scaling.main(["step", *TINY, "--out", str(out)])
+    assert "tokens/s" in capsys.readouterr().out
+
+    alone, shared = json.loads(out.read_text())["results"]
+    assert [(row["devices"], row["shape"]) for row in (alone, shared)] == [
+        (1, {"b": 4, "t": 64}), (2, {"b": 8, "t": 64})]
+    assert shared["tokens_per_second"] == pytest.approx(1e3 * 8 * 64 / shared["milliseconds"])
+    assert shared["speed_up"] == pytest.approx(shared["tokens_per_second"] / alone["tokens_per_second"])
+    assert shared["efficiency"] == shared["speed_up"] / 2
+    assert shared["difference"] == abs(shared["loss"] - alone["loss"]) / alone["loss"] < 1e-5
+
+
 @pytest.mark.parametrize(("flags", "message"), [
-    (("rings",), "unknown measurement 'rings', known are batch, heads, ring"),
+    (("rings",), "unknown measurement 'rings', known are batch, heads, ring, step"),
     (("--devices", "100"), "100 asked for"),
     (("--devices", "2", "--h", "3"), "expected multiples of 2 and 4 for 2 devices"),
 ])
@@ -52,4 +68,5 @@ def test_the_default_measures_everything() -> None:
     flags = scaling.build_parser().parse_args([])
     mesh = jax.make_mesh((1,), (scaling.AXIS,), devices=jax.devices("cpu")[:1])
     assert [task.description for task in scaling.list_tasks(flags, mesh)] == [
-        "batch meta-gradient", "heads meta-gradient", "ring forward", "ring gradient", "ring meta-gradient"]
+        "batch meta-gradient", "heads meta-gradient", "ring forward", "ring gradient", "ring meta-gradient",
+        "step training step"]

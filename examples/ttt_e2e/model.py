@@ -29,6 +29,9 @@ type Mode = Literal["ttt", "window", "full"]
 
 MODES: tuple[Mode, ...] = ("ttt", "window", "full")
 
+# Of a block, a gradient keeps what attention made and recomputes the rest.
+_KEPT = jax.checkpoint_policies.save_only_these_names("attention_output", "attention_lse")
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -171,9 +174,7 @@ def lower_blocks(weights: Weights, x: jax.Array, positions: jax.Array, attend: C
     def one(x: jax.Array, layer: tuple[Weights, Any]) -> tuple[jax.Array, Any]:
         return block(layer[0], None, x, positions, functools.partial(attend, layer[1]), base)
 
-    # A gradient keeps what attention made and recomputes the rest of a block.
-    saved = jax.checkpoint_policies.save_only_these_names("attention_output", "attention_lse")
-    return jax.lax.scan(jax.checkpoint(one, policy=saved, prevent_cse=False), x, (weights["lower"], caches))
+    return jax.lax.scan(jax.checkpoint(one, policy=_KEPT, prevent_cse=False), x, (weights["lower"], caches))
 
 
 def upper_blocks(weights: Weights, fast: list[Weights], x: jax.Array, positions: jax.Array, attend: Callable,
@@ -262,8 +263,11 @@ def sequence_losses(weights: Weights, tokens: jax.Array, config: Config,
         _, losses = jttt.inner_loop(chunk_loss(weights, config, attend_chunk), optimizer, state, chunks,
                                     checkpoint_every=config.checkpoint_every)
     else:
-        x, _ = jax.checkpoint(lambda weights, x: upper_blocks(
-            weights, weights["fast"], x, positions, attend, config.rope_base, [None] * config.fast_layers))(weights, x)
+        def upper(weights: Weights, x: jax.Array) -> jax.Array:
+            caches = [None] * config.fast_layers
+            return upper_blocks(weights, weights["fast"], x, positions, attend, config.rope_base, caches)[0]
+
+        x = jax.checkpoint(upper, policy=_KEPT)(weights, x)
         # The logits of one chunk at a time.
         losses = jax.lax.map(jax.checkpoint(lambda chunk: token_losses(weights, *chunk)),
                              (in_chunks(x), in_chunks(targets)))
@@ -287,15 +291,16 @@ def training_operations(config: Config) -> float:
     """Multiplications and additions of one token's share of a training step, nothing counted twice for recomputing.
 
     A gradient costs two forwards, and the outer gradient is taken of whatever the loss computes: the
-    forward pass and, in mode "ttt", the inner gradient of the upper blocks, which needs all their
-    activations' gradients but those of the fast weights alone.
+    forward pass and, in mode "ttt", the inner gradient, of activations down to the lowest fast MLP, which
+    stands above its block's attention, and of the fast weights.
     """
     mlp = 3 * config.width * config.hidden
     reach = config.sequence if config.mode == "full" else min(config.window, config.sequence)
     # Keys a token sees on average: the first `reach` tokens see half of that.
     keys = reach - reach * (reach - 1) / (2 * config.sequence)
-    one = 4 * config.width ** 2 + mlp + 2 * config.width * keys
-    upper = config.fast_layers * (one + mlp) + config.vocabulary * config.width
-    forward = (config.layers - config.fast_layers) * one + upper
-    inner = upper + config.fast_layers * mlp if config.mode == "ttt" else 0
-    return 2 * 3 * (forward + inner)
+    projections, attention = 4 * config.width ** 2, 2 * config.width * keys
+    logits, fast = config.vocabulary * config.width, config.fast_layers
+    forward = config.layers * (projections + attention + mlp) + fast * mlp + logits
+    # Both factors of attention's products are activations.
+    inner = logits + fast * 3 * mlp + (fast - 1) * (projections + 2 * attention)
+    return 2 * 3 * (forward + (inner if config.mode == "ttt" else 0))

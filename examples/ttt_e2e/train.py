@@ -61,7 +61,7 @@ PRESETS: dict[str, tuple[Config, Training]] = {
         Training(batch=4, steps=200, learning_rate=5e-3)),
     "small": (
         Config(layers=8, width=512, heads=8, hidden=1408, sequence=8192, chunk=512, window=1024),
-        Training(batch=16, steps=300, learning_rate=3e-3)),
+        Training(batch=16, steps=250, learning_rate=3e-3)),
     "base": (
         Config(layers=12, width=768, heads=12, hidden=2048, sequence=8192, chunk=512, window=1024),
         Training(batch=16, steps=3000, learning_rate=2e-3)),
@@ -98,9 +98,10 @@ def norm(tree: Any) -> jax.Array:
     return jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(tree)))
 
 
-def data_mesh() -> jax.sharding.Mesh:
-    """All devices, along one axis over which batches are sharded."""
-    return jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+def data_mesh(devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+    """These devices, by default all, along one axis over which batches are sharded."""
+    devices = jax.devices() if devices is None else list(devices)
+    return jax.make_mesh((len(devices),), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
 
 
 def make_step(config: Config, training: Training, mesh: jax.sharding.Mesh, **options: Any
