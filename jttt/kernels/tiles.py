@@ -34,17 +34,31 @@ def exponential(scores, C: tl.constexpr):
     return tl.exp2(scores * (LOG2E / unit(C)))
 
 
+@triton.constexpr_function
+def slanted(C):
+    """Whether blocks see the more, or the less, the later they stand: one side of the band is open, the other not."""
+    return (C.band.left is None) != (C.band.right is None)
+
+
 @triton.jit
-def program(blocks, HEADS: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """This program's (block, head, batch). Blocks of one head are neighbours, so they share what
-    they stream through the L2 cache; LAST_FIRST starts each head with its last block."""
+def program(blocks, HEADS: tl.constexpr, LAST_FIRST: tl.constexpr, C: tl.constexpr):
+    """This program's (block, head, batch).
+
+    Blocks of one head are neighbours, so they share what they stream through the L2 cache. Where they have unequal
+    work, all longest ones come first instead, with LAST_FIRST the last block of every head: a long one that starts
+    last would leave the rest of the GPU waiting.
+    """
     index = tl.program_id(0)
-    block = index % blocks
-    if LAST_FIRST:
-        block = blocks - 1 - block
-    head = (index // blocks) % HEADS
-    batch = (index // blocks) // HEADS
-    return block, head, batch
+    if slanted(C):
+        others = tl.num_programs(0) // blocks
+        block = index // others
+        other = index % others
+        if LAST_FIRST:
+            block = blocks - 1 - block
+    else:
+        block = index % blocks
+        other = index // blocks
+    return block, other % HEADS, other // HEADS
 
 
 @triton.jit

@@ -40,7 +40,7 @@ def tangent_hopper(query, key, value, bias, sinks, key_start, key_end, query_seg
     TANGENTS: gl.constexpr = stream.products(C.layout.t_query, C.layout.t_key)
     ROWS: gl.constexpr = stream.layouts(C, "query", "t_query")
     COLUMNS: gl.constexpr = stream.layouts(C, "key", "t_key", "value", "t_value")
-    block, head, batch = tiles.program(gl.cdiv(T, BLOCK_T), C.layout.query.heads, C.band.right is not None)
+    block, head, batch = tiles.program(gl.cdiv(T, BLOCK_T), C.layout.query.heads, C.band.right is not None, C)
     kv_head = head // C.group
     hidden = (key_start, key_end, query_segments, key_segments, mask)
     t0 = block * BLOCK_T
@@ -123,7 +123,7 @@ def g_query_hopper(query, key, value, bias, key_start, key_end, query_segments, 
     DP: gl.constexpr = stream.products(C.layout.t_lse)
     ROWS: gl.constexpr = stream.layouts(C, "query", "d_output", "t_query")
     COLUMNS: gl.constexpr = stream.layouts(C, "key", "value", "t_key", "t_value")
-    block, head, batch = tiles.program(gl.cdiv(T, BLOCK_T), C.layout.query.heads, C.band.right is not None)
+    block, head, batch = tiles.program(gl.cdiv(T, BLOCK_T), C.layout.query.heads, C.band.right is not None, C)
     kv_head = head // C.group
     hidden = (key_start, key_end, query_segments, key_segments, mask)
     t0 = block * BLOCK_T
@@ -197,7 +197,7 @@ def g_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
     DP: gl.constexpr = stream.products(C.layout.t_lse) if C.layout.g_key is not None else 0
     COLUMNS: gl.constexpr = stream.layouts(C, "key", "value", "t_key", "t_value")
     ROWS: gl.constexpr = stream.layouts(C, "query", "d_output", "t_query")
-    block, kv_head, batch = tiles.program(gl.cdiv(S, BLOCK_S), C.layout.key.heads, False)
+    block, kv_head, batch = tiles.program(gl.cdiv(S, BLOCK_S), C.layout.key.heads, C.band.right is None, C)
     hidden = (key_start, key_end, query_segments, key_segments, mask)
     s0 = block * BLOCK_S
     columns = (s0 + gl.arange(0, BLOCK_S, gl.SliceLayout(1, TILE)))[:, None]

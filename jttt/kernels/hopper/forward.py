@@ -21,7 +21,7 @@ def forward_hopper(query, key, value, bias, sinks, key_start, key_end, query_seg
     Q: gl.constexpr = stream.layouts(C, "query")
     K: gl.constexpr = stream.layouts(C, "key")
     V: gl.constexpr = stream.layouts(C, "value")
-    block, head, batch = tiles.program(gl.cdiv(T, BLOCK_T), C.layout.query.heads, C.band.right is not None)
+    block, head, batch = tiles.program(gl.cdiv(T, BLOCK_T), C.layout.query.heads, C.band.right is not None, C)
     kv_head = head // C.group
     hidden = (key_start, key_end, query_segments, key_segments, mask)
     t0 = block * BLOCK_T
