@@ -4,6 +4,7 @@ Each command is a module: `python -m benchmarks.gradgrad --help`. What they shar
 
 * `workload`: the attention problems, the passes that are timed, and their operation counts;
 * `harness`: how a pass is timed, and how a run is described, printed and saved;
+* `compiling`: how a run of many programs compiles them side by side;
 * `accuracy`: how far a result is from the same computation in float64;
 * `peers`: other libraries' attention; `plots`: the pictures of a sweep.
 

@@ -27,8 +27,8 @@ THERE = "/root/jttt"
 app = modal.App("jttt-benchmarks")
 image = (
     modal.Image.debian_slim(python_version="3.12")
-    .pip_install("jax[cuda12]>=0.11", "jax-triton>=0.4.1", "triton>=3.7", "optax", "matplotlib", "tqdm", "pytest",
-                 "hypothesis")
+    .pip_install("jax[cuda12]>=0.11", "jax-triton>=0.4.1", "triton>=3.7", "optax", "matplotlib", "tqdm",
+                 "flatbuffers", "pytest", "hypothesis")
     .env({"PYTHONPATH": THERE})
     .workdir(THERE)
     .add_local_dir(ROOT, THERE, ignore=[".*", "**/__pycache__", "runs", "benchmarks/results"])

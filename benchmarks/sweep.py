@@ -4,35 +4,34 @@
         --bwd_mode flash --iters 8 --warmup 2 --repeats 4 --out results.csv
     python -m benchmarks.sweep --bwd_mode all                              # every mode side by side
     python -m benchmarks.sweep --ts 64,128,256 --device cpu --iters 2      # math alone
+    python -m benchmarks.sweep --draw results.csv                          # what is there, again; measures nothing
 
 The meta-gradient is grad(mean(g_q²) + mean(g_k²) + mean(g_v²)) for g = grad(mean(attention)), as in
 benchmarks.gradgrad. math is jax.nn.dot_product_attention(..., implementation="xla"); the modes are those of
 jttt.modes, of which flash is jttt.dot_product_attention itself.
 
-Everything is compiled first, on --workers threads, then timed, one case at a time: mean, standard deviation
-and median over --repeats batches of --iters launches. What runs out of memory, or fails otherwise, has its
-reason in its row, and the run goes on. The CSV is written row by row; lines that begin with # say where and
-how. Beside it lie two pictures, FILE-time.png and FILE-speedup.png. At the end stands the crossover: the
-length from which on a mode is faster than math.
+Everything is compiled first, by --workers processes and threads (benchmarks.compiling), then timed, one case at
+a time: mean, standard deviation and median over --repeats batches of --iters launches. What runs out of memory, or
+fails otherwise, has its reason in its row, and the run goes on. The CSV is written row by row; lines that begin
+with # say where and how. Beside it lie two pictures, FILE-time.png and FILE-speedup.png; --draw makes them of the
+rows that a killed run left. At the end stands the crossover: the length from which on a mode is faster than math.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import csv
 import io
-import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from tqdm import tqdm
 
 import jttt.modes
-from benchmarks import harness, plots, workload
+from benchmarks import compiling, harness, plots, workload
 from benchmarks.harness import Measurement, Record
 from benchmarks.workload import Case
 
@@ -55,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures what the flags ask for; writes the CSV as rows come, and the pictures."""
     argv = sys.argv[1:] if argv is None else argv
     parser = build_parser()
+    if drawn := parser.parse_args(argv).draw:
+        return draw_again(parser, drawn)
     flags, device = harness.parse(parser, argv)
     run = harness.describe_run("benchmarks.sweep", argv, device)
     run |= {"problem": f"B={flags.b} N={flags.h} K={flags.k or flags.h} H={flags.d} {harness.DTYPES[flags.dtype]}"}
@@ -62,21 +63,43 @@ def main(argv: Sequence[str] | None = None) -> None:
     cells = list_cells(flags, device)
     rows: list[Record] = []
     try:
-        with jax.default_device(device):
-            for row in measure(cells, flags):
-                rows.append(row)
-                if out:
-                    harness.save_text(out, to_csv(run, rows))
+        for row in measure(cells, flags, device):
+            rows.append(row)
+            if out:
+                harness.save_text(out, to_csv(run, rows))
     finally:  # An interrupted run keeps the pictures of what it has.
         if out and rows:
-            plots.save(plots.times(run, rows), picture(out, "time"))
-            plots.save(plots.speedups(run, rows), picture(out, "speedup"))
+            draw(run, rows, out)
+    summarise(rows)
+    if out:
+        print(f"saved {out}, {picture(out, 'time')}, {picture(out, 'speedup')}")
+
+
+def draw_again(parser: argparse.ArgumentParser, path: Path) -> None:
+    """The pictures and the table of rows that an earlier run wrote to `path`."""
+    try:
+        run, rows = from_csv(path.read_text())
+    except (OSError, KeyError, ValueError) as error:
+        parser.error(f"argument --draw: {error}; expected a CSV that this command wrote")
+    if not rows:
+        parser.error(f"argument --draw: {path} has no rows")
+    draw(run, rows, path)
+    summarise(rows)
+    print(f"saved {picture(path, 'time')}, {picture(path, 'speedup')}")
+
+
+def draw(run: Record, rows: Sequence[Record], out: Path) -> None:
+    """Saves the two pictures beside the CSV at `out`."""
+    plots.save(plots.times(run, rows), picture(out, "time"))
+    plots.save(plots.speedups(run, rows), picture(out, "speedup"))
+
+
+def summarise(rows: Sequence[Record]) -> None:
+    """Prints the table and the crossovers."""
     print(table(rows))
     for (causal, mode), length in crossovers(rows).items():
         mask = "causal" if causal else "full"
         print(f"crossover, {mask} {mode}: " + (f"T = {length}" if length else "not within these lengths"))
-    if out:
-        print(f"saved {out}, {picture(out, 'time')}, {picture(out, 'speedup')}")
 
 
 def list_cells(flags: argparse.Namespace, device: jax.Device) -> list[Cell]:
@@ -84,52 +107,44 @@ def list_cells(flags: argparse.Namespace, device: jax.Device) -> list[Cell]:
     asked = ["xla", *map(workload.implementation_of, flags.bwd_mode)]
     names = workload.runnable(asked, harness.DTYPES[flags.dtype], device)
     called = {"xla": "math", "plain": "math", "triton": "flash"}
-    return [Cell(case, name, called.get(name, name))
-            for causal in (False, True) for case in workload.cases(flags, causal) for name in names]
+    return list(dict.fromkeys(Cell(case, name, called.get(name, name)) for causal in (False, True)
+                              for case in workload.cases(flags, causal) for name in names))
 
 
-def measure(cells: Sequence[Cell], flags: argparse.Namespace) -> Iterator[Record]:
+def measure(cells: Sequence[Cell], flags: argparse.Namespace, device: jax.Device) -> Iterator[Record]:
     """A row for each cell, in order."""
-    bar = "{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}{postfix}"
-    compiled = [None] * len(cells)
-    with concurrent.futures.ThreadPoolExecutor(flags.workers) as pool:
-        # Tracing and Triton are Python's, one at a time; XLA compiles beside them.
-        jobs = {}
-        for i, cell in enumerate(tqdm(cells, desc="tracing  ", bar_format=bar)):
-            lowered = _caught(lambda cell=cell: lower(cell))
-            if isinstance(lowered, Exception):
-                compiled[i] = lowered
-            else:
-                jobs[pool.submit(_caught, lowered.compile)] = i, lowered
-        for job in tqdm(concurrent.futures.as_completed(jobs), total=len(jobs), desc="compiling", bar_format=bar):
-            compiled[jobs[job][0]] = job.result()
-    for i, lowered in jobs.values():
-        if isinstance(compiled[i], Exception):  # Perhaps for want of memory that others had taken.
-            compiled[i] = _caught(lowered.compile)
-
+    compiled = compiling.compile_all(cells, build, kernels_of, flags.workers, device)
     input_sets: tuple[Case | None, list] = None, []
-    with tqdm(cells, desc="timing   ", bar_format=bar) as progress:
-        for i, cell in enumerate(progress):
+    with jax.default_device(device), tqdm(cells, desc="timing   ", bar_format=compiling.BAR) as progress:
+        for cell in progress:
             progress.set_postfix_str(str(cell))
             if input_sets[0] != cell.case:
                 input_sets = cell.case, workload.rotating_inputs(cell.case, flags.seed)
-            result, compiled[i] = compiled[i], None  # What is done gives its memory back.
-            yield row_of(cell, result, input_sets[1], flags)
+            # What is done gives its memory back.
+            yield row_of(cell, compiled.pop(cell), input_sets[1], flags)
 
 
-def lower(cell: Cell) -> jax.stages.Lowered:
-    """The meta-gradient of a cell, ready to be compiled."""
+def build(cell: Cell) -> tuple[Callable, tuple]:
+    """The meta-gradient of a cell, and the shapes of its arguments."""
     function = workload.PASSES["meta-gradient"](workload.attention_of(cell.implementation, cell.case))
-    shapes = [jax.ShapeDtypeStruct(shape, cell.case.dtype)
-              for shape in (cell.case.shape, cell.case.key_shape, cell.case.key_shape)]
-    return jax.jit(function).lower(*shapes)
+    return function, tuple(jax.ShapeDtypeStruct(shape, cell.case.dtype)
+                           for shape in (cell.case.shape, cell.case.key_shape, cell.case.key_shape))
 
 
-def row_of(cell: Cell, compiled: Any, input_sets: list, flags: argparse.Namespace) -> Record:
-    """The row of a cell that was compiled, or that failed to with the exception in its place."""
+def kernels_of(cell: Cell) -> Hashable:
+    """The same for cells with the same kernels.
+
+    The modes' kernels are the same at every length; in jttt's own, the length says how many programs share a
+    block's work, and that is compiled in.
+    """
+    return cell.implementation, cell.case.causal, cell.case.t if cell.implementation == "triton" else None
+
+
+def row_of(cell: Cell, compiled: jax.stages.Compiled | str, input_sets: list, flags: argparse.Namespace) -> Record:
+    """The row of a cell, of which there may be nothing but the reason why it was not compiled."""
     temporary_bytes = None
-    if isinstance(compiled, Exception):
-        measured = Measurement(failure=harness.reason(compiled))
+    if isinstance(compiled, str):
+        measured = Measurement(failure=compiled)
     else:
         temporary_bytes = compiled.memory_analysis().temp_size_in_bytes
         measured = harness.attempt(lambda: harness.summary(harness.time_launches(
@@ -137,14 +152,6 @@ def row_of(cell: Cell, compiled: Any, input_sets: list, flags: argparse.Namespac
     return {"causal": cell.case.causal, "t": cell.case.t, "mode": cell.mode, "mean_ms": measured.mean,
             "deviation_ms": measured.deviation, "median_ms": measured.milliseconds,
             "temporary_bytes": temporary_bytes, "failure": measured.failure}
-
-
-def _caught(action: Any) -> Any:
-    """What `action` returns, or the exception that it raised."""
-    try:
-        return action()
-    except Exception as error:
-        return error
 
 
 def crossovers(rows: Sequence[Record]) -> dict[tuple[bool, str], int | None]:
@@ -218,8 +225,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--bwd_mode", type=harness.one_of(*jttt.modes.BWD_MODES), default=["flash"], metavar="MODE,...",
         help=f"which backwards beside math: {', '.join(jttt.modes.BWD_MODES)}, or all (default flash)")
     harness.add_run_flags(parser, iters=8, warmup=2, repeats=4, suffix=".csv")
-    parser.add_argument("--workers", type=harness.positive_int, default=min(8, os.cpu_count() or 1), metavar="W",
-                        help="threads that compile (default: 8, or as many as there are cores)")
+    compiling.add_workers_flag(parser)
+    parser.add_argument("--draw", type=Path, metavar="FILE.csv",
+                        help="measure nothing; draw the pictures of this file's rows, and print them")
     return parser
 
 

@@ -17,15 +17,14 @@ Each row names a problem, what is measured of it, and the least or most that it 
     first-call   the meta-gradient in a process that just began: tracing, kernels, XLA, running once
 
 XLA and cuDNN are jax.nn.dot_product_attention(..., implementation="xla" or "cudnn"). Inputs are random and
-bfloat16 unless a row says otherwise. Everything is compiled first, on --workers threads, then timed, one
-program at a time: medians over batches of launches that go out back to back. A peer that runs out of memory
-has lost; one that fails otherwise leaves its row open.
+bfloat16 unless a row says otherwise. Everything is compiled first, by --workers processes and threads
+(benchmarks.compiling), then timed, one program at a time: medians over batches of launches that go out back
+to back. A peer that runs out of memory has lost; one that fails otherwise leaves its row open.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import functools
 import json
@@ -33,14 +32,14 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from benchmarks import harness, workload
+from benchmarks import compiling, harness, workload
 from benchmarks.harness import Measurement, Record
 from benchmarks.workload import Attention, Case
 from jttt import dot_product_attention, passes, reference
@@ -251,19 +250,14 @@ def input_sets(program: Program, seed: int) -> list[tuple]:
 
 def measure(rows: Sequence[Row], flags: argparse.Namespace, device: jax.Device) -> Iterator[Record]:
     """A record for each row, in order."""
-    bar = "{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}{postfix}"
     programs = dict.fromkeys(x for row in rows for x in (row.ours, row.peer) if x and row.quantity != FIRST_CALL)
-    # Before threads take the processor's cores.
+    # Before others take the processor's cores.
     cold = {row.ours: harness.attempt(functools.partial(first_call, row.ours, device)) for row in rows
             if row.quantity == FIRST_CALL}
-    with concurrent.futures.ThreadPoolExecutor(flags.workers) as pool:
-        jobs = {program: pool.submit(compiled, program, device) for program in programs}
-        done = concurrent.futures.as_completed(jobs.values())
-        for _ in tqdm(done, total=len(jobs), desc="compiling", bar_format=bar):
-            pass
+    compiled = compiling.compile_all(list(programs), build, kernels_of, flags.workers, device)
 
     measurements: dict[Program, Measurement] = {}
-    with jax.default_device(device), tqdm(rows, desc="timing   ", bar_format=bar) as progress:
+    with jax.default_device(device), tqdm(rows, desc="timing   ", bar_format=compiling.BAR) as progress:
         for row in progress:
             progress.set_postfix_str(str(row.ours))
             if row.quantity == FIRST_CALL:
@@ -272,28 +266,34 @@ def measure(rows: Sequence[Row], flags: argparse.Namespace, device: jax.Device) 
             for program in (row.ours, row.peer):
                 if program and program not in measurements:
                     # What is done gives its memory back.
-                    measurements[program] = measured(program, jobs.pop(program), flags.seed, device)
+                    measurements[program] = measured(program, compiled.pop(program), flags.seed)
             yield record(row, measurements[row.ours], measurements.get(row.peer))
 
 
-def measured(program: Program, job: concurrent.futures.Future, seed: int, device: jax.Device) -> Measurement:
-    """The times of a program that `job` compiled, or why there are none."""
-
-    def measure() -> Measurement:
-        # A failure may have been for want of memory that others had taken.
-        executable = compiled(program, device) if job.exception() else job.result()
-        return timed(executable, input_sets(program, seed))
-
-    return harness.attempt(measure)
+def measured(program: Program, compiled: jax.stages.Compiled | str, seed: int) -> Measurement:
+    """The times of a program, or why there are none: perhaps there is only the reason why it was not compiled."""
+    if isinstance(compiled, str):
+        return Measurement(failure=compiled)
+    return harness.attempt(lambda: timed(compiled, input_sets(program, seed)))
 
 
-def compiled(program: Program, device: jax.Device) -> jax.stages.Compiled:
-    """The program for arrays of its shapes."""
+def build(program: Program) -> tuple[Callable, tuple]:
+    """The function of a program, and the shapes of its arguments."""
     arguments = tuple(jax.ShapeDtypeStruct(shape, program.case.dtype) for shape in shapes_of(program))
-    with jax.default_device(device):
-        if program.what == "order two":
-            arguments = jax.eval_shape(order_two_inputs, *arguments)
-        return jax.jit(WORK[program.what][0](attention_of(program))).lower(*arguments).compile()
+    if program.what == "order two":
+        arguments = jax.eval_shape(order_two_inputs, *arguments)
+    return WORK[program.what][0](attention_of(program)), arguments
+
+
+def kernels_of(program: Program) -> Hashable:
+    """The same for programs with nearly the same kernels; None for cuDNN's attention, which cannot be exported.
+
+    Programs of different lengths have the same, unless there is but one head: then several share a block's work,
+    and how many they are, which depends on the length, is compiled in.
+    """
+    case = program.case
+    alike = case if case.n == 1 else dataclasses.replace(case, t=0)
+    return None if program.who == "cudnn" else dataclasses.replace(program, case=alike)
 
 
 def timed(executable: jax.stages.Compiled, sets: list[tuple]) -> Measurement:
@@ -407,8 +407,7 @@ def build_parser() -> argparse.ArgumentParser:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=harness.one_of(*ROWS), default=list(ROWS), metavar="NAME,...",
                         help="which rows (default all)")
-    parser.add_argument("--workers", type=harness.positive_int, default=min(8, os.cpu_count() or 1), metavar="W",
-                        help="threads that compile (default: 8, or as many as there are cores)")
+    compiling.add_workers_flag(parser)
     harness.add_place_flags(parser)
     return parser
 

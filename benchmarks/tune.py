@@ -14,10 +14,8 @@ Triton is named and left out.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import itertools
-import multiprocessing
 import os
 import statistics
 import sys
@@ -30,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks import harness
+from benchmarks import compiling, harness
 from jttt import parts
 from jttt.kernels import blocks, hopper, launch
 from jttt.kernels.config import Blocks
@@ -187,10 +185,7 @@ def main() -> None:
                 for kernel in (arguments.kernels.split(",") if arguments.kernels
                                else kernels_for(width, dtype, capability))]
     rows: list[dict[str, Any]] = []
-    # Workers compile for the GPU but must not touch it.
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(arguments.workers, context, initializer=_quiet) as pool:
+    with compiling.worker_processes(arguments.workers, capability) as pool:
         jobs = {problem: [pool.submit(compile_candidate, *plain(problem)),
                           *(pool.submit(compile_candidate, problem, cut) for cut in candidates(problem))]
                 for problem in problems}
@@ -204,11 +199,6 @@ def main() -> None:
         device = jax.devices("cuda")[0]
         report = harness.describe_run("benchmarks.tune", sys.argv[1:], device)
         harness.save_json(Path(arguments.out), {**report, "results": rows})
-
-
-def _quiet() -> None:
-    """Lets a worker write no errors: the compiler prints whole programs that it refuses. Ours come as results."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def tune(problem: Problem, expected: bytes, compiled: list[Any], spill: int, keep: int) -> list[dict[str, Any]]:

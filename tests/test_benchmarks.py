@@ -204,6 +204,43 @@ def test_sweep_writes_its_rows_and_pictures(tmp_path: Path, capsys: pytest.Captu
         assert sweep.picture(out, name).read_bytes().endswith(b"IEND\xaeB`\x82")
 
 
+def test_a_sweep_is_drawn_again_from_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "killed.csv"
+    path.write_text(sweep.to_csv(RUN, sweep_rows()[:8]))  # Lengths of which some modes are missing.
+    sweep.main(["--draw", str(path)])
+    printed = capsys.readouterr().out
+    assert "crossover, full flash" in printed and "save_p_triton_full" in printed
+    for name in ("time", "speedup"):
+        assert f"killed-{name}.png" in printed
+        assert sweep.picture(path, name).read_bytes().endswith(b"IEND\xaeB`\x82")
+    for text, message in (("", "has no rows"), ("a,b\n1,2\n", "expected a CSV that this command wrote")):
+        path.write_text(text)
+        with pytest.raises(SystemExit):
+            sweep.main(["--draw", str(path)])
+        error = capsys.readouterr().err
+        assert "argument --draw: " in error and message in error
+    with pytest.raises(SystemExit):
+        sweep.main(["--draw", str(tmp_path / "missing.csv")])
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_an_interrupted_sweep_keeps_its_rows_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([[1.0, 2.0]])
+
+    def launches(*_: object, **__: object) -> list[float]:
+        for found in times:
+            return found
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(harness, "time_launches", launches)
+    out = tmp_path / "x.csv"
+    with pytest.raises(KeyboardInterrupt):
+        sweep.main(["--ts", "8,16", *TINY, "--device", "cpu", "--out", str(out)])
+    [row] = sweep.from_csv(out.read_text())[1]
+    assert (row["t"], row["mean_ms"]) == (8, 1.5)
+    assert sweep.picture(out, "time").exists() and sweep.picture(out, "speedup").exists()
+
+
 def test_a_case_that_fails_has_its_reason_and_the_sweep_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
 
+from jttt import passes
 from jttt.modes import plain
-from jttt.passes import compute_capability, takes_kernels
+from jttt.passes import takes_kernels
 from jttt.spec import AttentionSpec
 
 
@@ -34,7 +35,7 @@ def _with_kernels(*arrays, name, spec, operands) -> list[jax.Array]:
 
     by_name = dict(zip(operands, arrays, strict=True))
     made = jax.eval_shape(functools.partial(getattr(plain, name), spec), **by_name)
-    return jax.tree.leaves(kernels.run(name, spec, by_name, made, compute_capability()))
+    return jax.tree.leaves(kernels.run(name, spec, by_name, made, passes.compute_capability()))
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *args, spec: AttentionSpec, **params):
