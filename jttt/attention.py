@@ -1,22 +1,17 @@
-"""The public function: checks, canonical form, and nothing else."""
+"""The public function: from its arguments to their canonical form, and nothing else."""
 
 from __future__ import annotations
 
 import math
 import numbers
-import operator
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jttt import derivatives, masks, passes
+from jttt import arguments, derivatives, masks, passes
 from jttt.spec import AttentionSpec, Band, Implementation, default_precision
-
-MAX_WIDTH = 256
-
-_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 @overload
@@ -117,8 +112,8 @@ def dot_product_attention(
     Method: FlashAttention-2 (arXiv 2307.08691) for orders zero and one; order two is derived in
     `jttt/DESIGN.md`.
     """
-    query, key, value = _checked_inputs(query, key, value)
-    _check_implementation(implementation, query.dtype)
+    query, key, value = arguments.checked_inputs(query, key, value)
+    arguments.check_implementation(implementation, query.dtype)
     has_batch = query.ndim == 4
     if not has_batch:
         query, key, value = query[None], key[None], value[None]
@@ -127,27 +122,28 @@ def dot_product_attention(
     if scale is None:
         scale = 1 / math.sqrt(H)
     elif not isinstance(scale, numbers.Real):
-        query, scale = _scaled(query, scale), 1.0
-    bias = _dense("bias", bias, (B, N, T, S))
-    sinks = _checked_sinks(sinks, N)
+        query, scale = arguments.scaled(query, scale), 1.0
+    bias = arguments.dense("bias", bias, (B, N, T, S))
+    sinks = arguments.checked_sinks(sinks, N)
     if query.dtype != jnp.float64:  # Scores are no wider then, and kernels have no float64.
         bias, sinks = (x.astype(jnp.float32) if x is not None and x.dtype == jnp.float64 else x
                        for x in (bias, sinks))
-    mask = _dense("mask", mask, (B, N, T, S))
-    query_seq_lengths = _integers("query_seq_lengths", query_seq_lengths, (B,), has_batch)
-    key_value_seq_lengths = _integers("key_value_seq_lengths", key_value_seq_lengths, (B,), has_batch)
-    key_start = _integers("key_start", key_start, (B, T), has_batch, broadcast=True)
-    key_end = _integers("key_end", key_end, (B, T), has_batch, broadcast=True)
-    query_segments, key_segments = _checked_segments(query_segment_ids, key_value_segment_ids, B, T, S, has_batch)
+    mask = arguments.dense("mask", mask, (B, N, T, S))
+    query_seq_lengths = arguments.integers("query_seq_lengths", query_seq_lengths, (B,), has_batch)
+    key_value_seq_lengths = arguments.integers("key_value_seq_lengths", key_value_seq_lengths, (B,), has_batch)
+    key_start = arguments.integers("key_start", key_start, (B, T), has_batch, broadcast=True)
+    key_end = arguments.integers("key_end", key_end, (B, T), has_batch, broadcast=True)
+    query_segments, key_segments = arguments.checked_segments(
+        query_segment_ids, key_value_segment_ids, B, T, S, has_batch)
 
     band = Band(right=0) if is_causal else Band()
     if local_window_size is not None:
-        band &= Band(*_checked_window(local_window_size))
+        band &= Band(*arguments.checked_window(local_window_size))
     offset = None
     if isinstance(query_offset, numbers.Integral):
         band = band.shifted(int(query_offset), T + S)
     else:
-        offset = _integers("query_offset", query_offset, (B,), has_batch, broadcast=True)
+        offset = arguments.integers("query_offset", query_offset, (B,), has_batch, broadcast=True)
     limits = (key_start, key_end, query_seq_lengths, key_value_seq_lengths, offset)
     if any(limit is not None for limit in limits):
         key_start, key_end = masks.key_ranges(*limits[:4], band, offset, T, S)
@@ -155,9 +151,8 @@ def dot_product_attention(
         band = Band()
 
     spec = AttentionSpec(
-        scale=float(scale), band=band, soft_cap=_checked_soft_cap(logits_soft_cap),
-        precision=default_precision(),
-        implementation=implementation)
+        scale=float(scale), band=band, soft_cap=arguments.checked_soft_cap(logits_soft_cap),
+        precision=default_precision(), implementation=implementation)
     # Before any rule of derivatives, so that what one device takes from all gets the gradients of all.
     inputs = passes.varying_alike(dict(
         query=query, key=key, value=value, bias=bias, sinks=sinks,
@@ -168,137 +163,3 @@ def dot_product_attention(
     if not has_batch:
         output, lse = output[0], lse[0]
     return (output, lse) if return_residual else output
-
-
-def _checked_inputs(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    arrays = dict(query=query, key=key, value=value)
-    for name, x in arrays.items():
-        x = arrays[name] = jnp.asarray(x)
-        axes = "[B, T, N, H] or [T, N, H]" if name == "query" else "[B, S, K, H] or [S, K, H]"
-        if x.ndim not in (3, 4):
-            raise ValueError(f"{name} has shape {list(x.shape)}: expected {axes}")
-        if x.ndim != arrays["query"].ndim:
-            raise ValueError(f"{name} has {x.ndim} axes and query {arrays['query'].ndim}: expected "
-                             "both with a batch axis or both without")
-        if x.dtype.name not in _DTYPES:
-            raise TypeError(f"{name} has dtype {x.dtype.name}: expected one of {', '.join(_DTYPES)}")
-        if x.dtype != arrays["query"].dtype:
-            raise TypeError(f"{name} has dtype {x.dtype.name} and query "
-                            f"{arrays['query'].dtype.name}: expected the same")
-        if 0 in x.shape:
-            raise ValueError(f"{name} has shape {list(x.shape)}: expected every axis of size 1 or more")
-        if x.shape[-1] > MAX_WIDTH:
-            raise NotImplementedError(
-                f"{name} has head width {x.shape[-1]}: expected at most {MAX_WIDTH}")
-    query, key, value = arrays.values()
-
-    if key.shape[:-3] != query.shape[:-3]:
-        raise ValueError(f"key has batch size {key.shape[0]} and query {query.shape[0]}: expected the same")
-    if key.shape[-1] != query.shape[-1]:
-        raise ValueError(f"key has head width {key.shape[-1]} and query {query.shape[-1]}: expected the same")
-    if value.shape[:-1] != key.shape[:-1]:
-        raise ValueError(f"value has shape {list(value.shape)} and key {list(key.shape)}: expected the "
-                         "same batch, length and heads")
-    if query.shape[-2] % key.shape[-2]:
-        raise ValueError(f"query has {query.shape[-2]} heads and key {key.shape[-2]}: expected a multiple "
-                         "of key's heads")
-    return query, key, value
-
-
-def _check_implementation(implementation: Any, dtype: jnp.dtype) -> None:
-    if implementation not in (None, "triton", "xla"):
-        raise ValueError(f"implementation was {implementation!r}: expected 'triton', 'xla' or None")
-    if implementation == "triton" and dtype == jnp.float64:
-        raise TypeError("query has dtype float64 and implementation was 'triton': expected float16, "
-                        "bfloat16 or float32; float64 runs with implementation='xla' or None")
-    if implementation == "triton" and dtype == jnp.bfloat16 and passes.interprets_triton():
-        raise NotImplementedError(
-            "query has dtype bfloat16 and implementation was 'triton' under TRITON_INTERPRET=1: "
-            "Triton's interpreter has no bfloat16 products; expected float16 or float32")
-
-
-def _scaled(query: jax.Array, scale: ArrayLike) -> jax.Array:
-    scale = jnp.asarray(scale)
-    if scale.ndim or not jnp.issubdtype(scale.dtype, jnp.floating):
-        raise ValueError(f"scale has shape {list(scale.shape)} and dtype {scale.dtype.name}: expected a "
-                         "number or a floating-point scalar")
-    wide = jnp.promote_types(query.dtype, scale.dtype)
-    return (query.astype(wide) * scale.astype(wide)).astype(query.dtype)
-
-
-def _dense(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array | None:
-    """A bias or mask with four axes, those of size one unexpanded."""
-    if x is None:
-        return None
-    x = jnp.asarray(x)
-    if name == "mask" and x.dtype != jnp.bool_:
-        raise TypeError(f"mask has dtype {x.dtype.name}: expected bool; pass what is added to the scores as bias")
-    if name == "bias" and not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"bias has dtype {x.dtype.name}: expected a floating dtype")
-    full = (1,) * (len(shape) - x.ndim) + x.shape
-    if len(full) != len(shape) or any(
-            size not in (1, expected) for size, expected in zip(full, shape, strict=True)):
-        raise ValueError(f"{name} has shape {list(x.shape)}: expected it to broadcast to [B, N, T, S] = {list(shape)}")
-    return x.reshape(full)
-
-
-def _integers(name: str, x: Any, shape: tuple[int, ...], has_batch: bool, broadcast: bool = False
-              ) -> jax.Array | None:
-    """An int32 array with the axes of `shape`, [B] or [B, length]; the batch axis may be left out
-    where query has none, and with `broadcast` axes of size one stay unexpanded."""
-    if x is None:
-        return None
-    plain, x = not hasattr(x, "dtype"), jnp.asarray(x)
-    if plain and jnp.issubdtype(x.dtype, jnp.signedinteger):
-        x = x.astype(jnp.int32)  # Python's integers are int64 where float64 is on.
-    if x.dtype != jnp.int32:
-        raise TypeError(f"{name} has dtype {x.dtype.name}: expected int32")
-    least = 0 if broadcast else len(shape) - (not has_batch)
-    full = (1,) * (len(shape) - x.ndim) + x.shape
-    sizes = [(1, expected) if broadcast else (expected,) for expected in shape]
-    if not least <= x.ndim <= len(shape) or any(
-            size not in allowed for size, allowed in zip(full, sizes, strict=True)):
-        how = "it to broadcast to " if broadcast else ""
-        axes = "[B]" if len(shape) == 1 else "[B, length]"
-        raise ValueError(f"{name} has shape {list(x.shape)}: expected {how}{axes} = {list(shape)}")
-    return x.reshape(full)
-
-
-def _checked_segments(query_ids: Any, key_ids: Any, B: int, T: int, S: int, has_batch: bool
-                      ) -> tuple[jax.Array | None, jax.Array | None]:
-    names = ("query_segment_ids", "key_value_segment_ids")
-    for given, missing, name, other in ((query_ids, key_ids, *names), (key_ids, query_ids, *names[::-1])):
-        if given is not None and missing is None:
-            raise ValueError(f"{other} was None and {name} was given: expected both or neither")
-    return (_integers(names[0], query_ids, (B, T), has_batch), _integers(names[1], key_ids, (B, S), has_batch))
-
-
-def _checked_window(window: Any) -> tuple[int, int]:
-    sides = (window, window) if isinstance(window, numbers.Integral) else window
-    try:
-        left, right = map(operator.index, sides)
-    except (TypeError, ValueError):
-        left = right = -1
-    if left < 0 or right < 0:
-        raise ValueError(f"local_window_size was {window!r}: expected an int of at least 0, or a pair "
-                         "(left, right) of them")
-    return left, right
-
-
-def _checked_soft_cap(cap: Any) -> float | None:
-    if cap is None:
-        return None
-    if not isinstance(cap, numbers.Real) or not 1e-30 <= cap <= 1e30:
-        raise ValueError(f"logits_soft_cap was {cap!r}: expected a number from 1e-30 to 1e30, or None")
-    return float(cap)
-
-
-def _checked_sinks(sinks: Any, heads: int) -> jax.Array | None:
-    if sinks is None:
-        return None
-    sinks = jnp.asarray(sinks)
-    if not jnp.issubdtype(sinks.dtype, jnp.floating):
-        raise TypeError(f"sinks has dtype {sinks.dtype.name}: expected a floating dtype")
-    if sinks.shape != (heads,):
-        raise ValueError(f"sinks has shape {list(sinks.shape)}: expected [N] = [{heads}]")
-    return sinks[None]

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jttt import attention as arguments
-from jttt import derivatives, parts, passes
+from jttt import arguments, derivatives, parts, passes
 from jttt.spec import AttentionSpec, Band, Implementation, Ring, SequenceLayout, default_precision
 
 
@@ -89,8 +88,8 @@ def ring_attention(
     Method: Ring Attention (arXiv 2310.01889), with the balanced order of Striped Attention's successors
     (zigzag); `jttt/parts.py` says how the passes of orders one and two become sums over parts.
     """
-    query, key, value = arguments._checked_inputs(query, key, value)
-    arguments._check_implementation(implementation, query.dtype)
+    query, key, value = arguments.checked_inputs(query, key, value)
+    arguments.check_implementation(implementation, query.dtype)
     has_batch = query.ndim == 4
     if not has_batch:
         query, key, value = query[None], key[None], value[None]
@@ -100,20 +99,20 @@ def ring_attention(
     if scale is None:
         scale = 1 / math.sqrt(H)
     elif not isinstance(scale, numbers.Real):
-        query, scale = arguments._scaled(query, scale), 1.0
+        query, scale = arguments.scaled(query, scale), 1.0
     band = Band(right=0) if is_causal else Band()
     if local_window_size is not None:
-        band &= Band(*arguments._checked_window(local_window_size))
+        band &= Band(*arguments.checked_window(local_window_size))
     if band != Band() and T != S:
         raise ValueError(f"query has length {T} on each device and key {S}: expected the same where is_causal or "
                          "local_window_size relate their positions")
-    key_lengths = arguments._integers("key_value_seq_lengths", key_value_seq_lengths, (B,), has_batch)
-    query_segments, key_segments = arguments._checked_segments(
+    key_lengths = arguments.integers("key_value_seq_lengths", key_value_seq_lengths, (B,), has_batch)
+    query_segments, key_segments = arguments.checked_segments(
         query_segment_ids, key_value_segment_ids, B, T, S, has_batch)
     start, end = _key_range(band, ring, key_lengths, T, S)
 
     spec = AttentionSpec(
-        scale=float(scale), soft_cap=arguments._checked_soft_cap(logits_soft_cap), ring=ring,
+        scale=float(scale), soft_cap=arguments.checked_soft_cap(logits_soft_cap), ring=ring,
         precision=default_precision(),
         implementation=implementation)
     made = derivatives.attention(spec, passes.varying_alike(dict(
