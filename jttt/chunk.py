@@ -117,7 +117,7 @@ def chunk_attention(
     position = jnp.arange(T, dtype=jnp.int32) + query_offset
     earlier = dot_product_attention(
         query, cache.key, cache.value,
-        key_start=jnp.maximum(window - cache.length[..., None], position + 1).astype(jnp.int32), **common)
+        key_start=jnp.maximum(window - jnp.asarray(cache.length)[..., None], position + 1).astype(jnp.int32), **common)
     output, _ = merge(earlier, own)
     return output, cache.append(key, value)
 
@@ -159,6 +159,7 @@ def _check_cache(key: jax.Array, value: jax.Array, cache: KeyValueCache) -> None
     if cache.key.shape[:-1] != cache.value.shape[:-1]:
         raise ValueError(f"cache.value has shape {list(cache.value.shape)} and cache.key {list(cache.key.shape)}: "
                          "expected the same but for the width")
-    if cache.length.dtype != jnp.int32 or cache.length.shape not in ((), cache.key.shape[:-3]):
-        raise ValueError(f"cache.length has shape {list(cache.length.shape)} and dtype {cache.length.dtype.name}: "
+    length = jnp.asarray(cache.length)
+    if length.dtype != jnp.int32 or length.shape not in ((), cache.key.shape[:-3]):
+        raise ValueError(f"cache.length has shape {list(length.shape)} and dtype {length.dtype.name}: "
                          "expected an int32 scalar, or [B]")

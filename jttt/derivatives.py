@@ -41,7 +41,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jttt import masks, passes, reference
+from jttt import masks, partition, passes, reference
 from jttt.rules import Arrays, Differentiable, linear_map
 from jttt.spec import AttentionSpec
 
@@ -145,17 +145,20 @@ def _tangent_jvp(spec: AttentionSpec, arguments: Arrays, moved: Arrays) -> tuple
 
 
 def _tangent_tangent(spec: AttentionSpec, arguments: Arrays, moved: Arrays) -> Arrays:
-    inputs = {name: arguments[name] for name in _INPUTS}
-    direction = {name: arguments[f"t_{name}"] for name in _INPUTS if arguments[f"t_{name}"] is not None}
-    hidden = {name: arguments[name] for name in masks.OPERANDS}
+    def twice(arguments: Arrays, moved: Arrays) -> Arrays:
+        inputs = {name: arguments[name] for name in _INPUTS}
+        direction = {name: arguments[f"t_{name}"] for name in _INPUTS if arguments[f"t_{name}"] is not None}
+        hidden = {name: arguments[name] for name in masks.OPERANDS}
 
-    def outputs(inputs: Arrays) -> Arrays:
-        made = reference.forward(spec, **inputs, **hidden)
-        return dict(output=made["output"], lse=made["lse"])
+        def outputs(inputs: Arrays) -> Arrays:
+            made = reference.forward(spec, **inputs, **hidden)
+            return dict(output=made["output"], lse=made["lse"])
+
+        return _along(lambda inputs: _along(outputs, inputs, direction), inputs, moved)
 
     parts = []
     if moved_inputs := _among(_INPUTS, moved):
-        parts.append(_along(lambda inputs: _along(outputs, inputs, direction), inputs, moved_inputs))
+        parts.append(partition.automatic(twice, _among(("output", "lse"), arguments))(arguments, moved_inputs))
     if moved_direction := _among(_DIRECTION, moved):
         parts.append(tangent(spec, {**arguments, **dict.fromkeys(_DIRECTION), **moved_direction}))
     return _sum(parts)
@@ -267,14 +270,18 @@ def _double_backward_jvp(spec: AttentionSpec, wanted: frozenset[str], arguments:
 
 
 def _double_backward_tangent(spec: AttentionSpec, names: Collection[str], arguments: Arrays, moved: Arrays) -> Arrays:
-    return _along(functools.partial(_second_order, spec, names), arguments, moved)
+    along = functools.partial(_along, functools.partial(_second_order, spec, names))
+    return partition.automatic(along, _among(names, arguments))(arguments, moved)
 
 
 def _double_backward_transposed(spec: AttentionSpec, arguments: Arrays, cotangents: Arrays, wanted: frozenset[str]
                                 ) -> Arrays:
-    moving = {name: arguments[name] for name in wanted}
-    _, pull_back = jax.vjp(lambda moving: _second_order(spec, cotangents, {**arguments, **moving}), moving)
-    return pull_back(cotangents)[0]
+    def gradients(moving: Arrays, arguments: Arrays, cotangents: Arrays) -> Arrays:
+        _, pull_back = jax.vjp(lambda moving: _second_order(spec, cotangents, {**arguments, **moving}), moving)
+        return pull_back(cotangents)[0]
+
+    moving = _among(wanted, arguments)
+    return partition.automatic(gradients, moving)(moving, arguments, cotangents)
 
 
 def _second_order(spec: AttentionSpec, names: Collection[str], arguments: Arrays) -> Arrays:

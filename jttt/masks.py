@@ -36,7 +36,8 @@ Arrays = Mapping[str, jax.Array | None]
 
 def visible(band: Band, masks: Arrays, queries: int, keys: int) -> jax.Array | None:
     """Boolean, broadcastable to `[..., N, T, S]`: True where query t sees key s. None: everywhere."""
-    t, s = jnp.arange(queries)[:, None], jnp.arange(keys)[None, :]
+    front = (1,) * _axes_in_front(masks)
+    t, s = jnp.arange(queries).reshape(*front, -1, 1), jnp.arange(keys).reshape(*front, 1, -1)
     rules = []
     if band.left is not None:
         rules.append(s >= t - band.left)
@@ -107,8 +108,9 @@ def tile_status(band: Band, masks: Arrays, queries: int, keys: int, rows: int, c
     FULL tiles lie wholly within T and S. A tile that is called MIXED may in fact be hidden, where
     finding out would take a look at every entry.
     """
-    t0 = jnp.arange(-(-queries // rows), dtype=jnp.int32)[:, None] * rows
-    s0 = jnp.arange(-(-keys // columns), dtype=jnp.int32)[None, :] * columns
+    front = (1,) * _axes_in_front(masks)
+    t0 = jnp.arange(-(-queries // rows), dtype=jnp.int32).reshape(*front, -1, 1) * rows
+    s0 = jnp.arange(-(-keys // columns), dtype=jnp.int32).reshape(*front, 1, -1) * columns
     t1, s1 = jnp.minimum(t0 + rows, queries) - 1, jnp.minimum(s0 + columns, keys) - 1
     some = (t0 >= 0) & (s0 >= 0)
     every = (t0 + rows <= queries) & (s0 + columns <= keys)
@@ -118,7 +120,6 @@ def tile_status(band: Band, masks: Arrays, queries: int, keys: int, rows: int, c
     if band.right is not None:
         some &= s0 <= t1 + band.right
         every &= s1 <= t0 + band.right
-    some, every = some[None], every[None]
     if masks.get("key_start") is not None:
         start, end = masks["key_start"], masks["key_end"]
         limit = jnp.iinfo(jnp.int32).max
@@ -148,6 +149,15 @@ def block_list(status: jax.Array) -> tuple[jax.Array, jax.Array]:
     order = jnp.argsort(FULL - status, axis=-1, stable=True).astype(jnp.int32)
     counts = [jnp.sum(status == kind, axis=-1, dtype=jnp.int32) for kind in (FULL, MIXED)]
     return order, jnp.stack(counts, axis=-1)
+
+
+def _axes_in_front(masks: Arrays) -> int:
+    """How many axes, of the batch and of heads, precede T and S in what the masks hide. Positions get as many, so that
+    nothing here depends on `jax.numpy_rank_promotion`."""
+    for name, own in (("key_start", 1), ("query_segments", 1), ("mask", 3), ("mask_summary", 3)):
+        if masks.get(name) is not None:
+            return masks[name].ndim - own + 1
+    return 1
 
 
 def _padded(x: jax.Array, axis: int, multiple: int, fill) -> jax.Array:

@@ -132,6 +132,19 @@ def plain_arrays() -> use_abstract_mesh:
     return use_abstract_mesh(AbstractMesh((), ()))
 
 
+def automatic(function: Callable[..., dict[str, jax.Array]], results_like: dict[str, jax.Array]
+              ) -> Callable[..., dict[str, jax.Array]]:
+    """The function, with all shardings inside left to the compiler; its results are sharded as arrays of their names.
+
+    Explicit types would ask plain formulas how each of their products is sharded.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.explicit_axes:
+        return function
+    return jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding={
+        array: NamedSharding(mesh, jax.typeof(x).sharding.spec) for array, x in results_like.items()})
+
+
 def mesh_to_divide(context: Any, is_opaque: bool) -> tuple[Mesh | None, bool]:
     """The devices over which the compiler may divide what is lowered in `context`, and whether they can communicate.
 

@@ -46,7 +46,7 @@ def run(name: str, spec: AttentionSpec, operands: dict[str, jax.Array | None], w
 
 def varying_alike(arrays: dict[str, jax.Array | None], axes: Set[str] = frozenset()) -> dict[str, jax.Array | None]:
     """The arrays, each typed as varying over `axes` of a `jax.shard_map` and those over which one of them varies."""
-    axes = _varying(*(jax.typeof(x) for x in arrays.values() if x is not None)) | axes
+    axes = varying(*(jax.typeof(x) for x in arrays.values() if x is not None)) | axes
 
     def cast(x: jax.Array | None) -> jax.Array | None:
         missing = () if x is None else tuple(axes - jax.typeof(x).manual_axis_type.varying)
@@ -172,12 +172,13 @@ def _abstract(*avals, operands, wanted, **params):
     if mesh.empty:
         return [jax.core.ShapedArray(x.shape, x.dtype) for x in outputs]
     specs = partition.explicit(by_name, dict(zip(wanted, outputs, strict=True)))
-    varies = ManualAxisType(varying=_varying(*avals))
+    varies = ManualAxisType(varying=varying(*avals))
     return [jax.core.ShapedArray(x.shape, x.dtype, sharding=NamedSharding(mesh, spec), manual_axis_type=varies)
             for x, spec in zip(outputs, specs, strict=True)]
 
 
-def _varying(*avals) -> frozenset[str]:
+def varying(*avals) -> frozenset[str]:
+    """The axes of a `jax.shard_map` over which one of the types varies."""
     return frozenset().union(*(x.manual_axis_type.varying for x in avals))
 
 

@@ -132,12 +132,10 @@ def _ring(axis_name: str, layout: SequenceLayout, T: int, S: int) -> Ring:
             if length % 2:
                 raise ValueError(f"{name} has length {length} on each device and layout was 'zigzag': expected an even "
                                  "length, since a device has two slices of the sequence")
-    try:
-        devices = jax.lax.axis_size(axis_name)
-    except (NameError, TypeError):
-        raise ValueError(f"axis_name was {axis_name!r}: expected the name of an axis of a surrounding "
-                         "jax.shard_map") from None
-    return Ring(axis_name, devices, layout)
+    # The axis of a `jax.vmap` has a size too, but no devices.
+    if axis_name not in jax.sharding.get_abstract_mesh().manual_axes:
+        raise ValueError(f"axis_name was {axis_name!r}: expected the name of an axis of a surrounding jax.shard_map")
+    return Ring(axis_name, jax.lax.axis_size(axis_name), layout)
 
 
 def _key_range(band: Band, ring: Ring, key_lengths: jax.Array | None, T: int, S: int

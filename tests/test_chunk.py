@@ -216,6 +216,7 @@ def test_log_sum_exps_of_any_size_merge():
     (dict(key=jnp.zeros((8, 1, 4), "float16")), "cache.key has dtype float16 and key float32"),
     (dict(length=jnp.zeros((3,), "int32")), r"cache.length has shape \[3\] and dtype int32: expected an int32 scalar"),
     (dict(length=jnp.zeros((), "float32")), "cache.length has shape .* and dtype float32"),
+    (dict(length=4.0), "cache.length has shape .* and dtype float"),
 ])
 def test_a_cache_that_does_not_fit(changes, message):
     cache = jttt.empty_cache(8, 1, 4, "float32")._replace(**changes)

@@ -141,6 +141,14 @@ def test_blocks_of_the_table():
     check(dense.orders(attend("triton"), arguments), exact_orders("everything"), arguments, TOLERANCES["triton"])
 
 
+@BOTH
+def test_nothing_is_promoted_to_more_axes(implementation):
+    """Where JAX is told to refuse that, arguments of every kind are still taken."""
+    arguments = SMALL.draw() | KINDS_OF_SMALL["everything"]
+    with jax.numpy_rank_promotion("raise"):
+        dense.orders(attend(implementation), arguments)
+
+
 def test_order_three():
     with jax.enable_x64(True):
         arguments = Sizes(B=2, T=4, S=7, N=2, K=1, H=2, E=3).draw() | dense.kinds(N=2, T=4, S=7)["everything"]
@@ -389,7 +397,7 @@ def test_operands_are_only_what_is_needed(kind, expected):
 def folded(arguments):
     """`(band, operands)` as the implementations get them."""
     nothing = jnp.zeros((1, 1, 1, 1))
-    with mock.patch.object(derivatives, "attention", return_value=(nothing, nothing, None)) as attention:
+    with mock.patch.object(derivatives, "attention", return_value=dict(output=nothing, lse=nothing)) as attention:
         jttt.dot_product_attention(**arguments)
     (spec, inputs), _ = attention.call_args
     return spec.band, {name: inputs[name] for name in masks.OPERANDS}

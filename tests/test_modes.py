@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jttt.modes
 from jttt import passes as main_passes
 from jttt.modes import BWD_MODES, passes, plain
 from jttt.spec import AttentionSpec, Band
+from tests import devices
 from tests import plain as independent
 from tests.plain import Problem
 
@@ -104,6 +106,22 @@ def test_scale_and_vmap(mode, float64):
             np.testing.assert_allclose(x[i], y, rtol=1e-12)
     expected = independent.attention(query[0], key, value, scale=0.7)[0]
     np.testing.assert_allclose(attention(query[0], key, value, scale=0.7, bwd_mode=mode), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("mode", OTHERS)
+def test_shard_map(mode):
+    """Query heads are divided; all of them attend to one key head, which varies over no axis."""
+    arrays, _ = Problem(T=5, S=4, N=4, K=1, H=3, B=1).draw(np.float32)
+    heads = P(None, None, "model")
+    mapped = jax.shard_map(functools.partial(attention, bwd_mode=mode), mesh=devices.mesh(model=4),
+                           in_specs=(heads, P(), P()), out_specs=heads)
+
+    def meta_gradients(function):
+        gradients = jax.grad(lambda *x: jnp.sum(jnp.sin(function(*x))), (0, 1, 2))
+        return jax.jit(jax.grad(lambda *x: sum(jnp.sum(jnp.sin(g)) for g in gradients(*x)), (0, 1, 2)))(*arrays)
+
+    for x, y in zip(meta_gradients(mapped), meta_gradients(jttt.dot_product_attention), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
 
 
 # Kernels.

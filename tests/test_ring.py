@@ -228,6 +228,12 @@ def test_outside_of_a_shard_map():
         jttt.ring_attention(x, x, x, axis_name="seq")
 
 
+def test_the_axis_of_a_vmap_has_no_devices():
+    x = jnp.ones((2, 4, 1, 4))
+    with pytest.raises(ValueError, match="axis_name was 'seq': expected the name of an axis of a surrounding"):
+        jax.vmap(lambda x: jttt.ring_attention(x, x, x, axis_name="seq"), axis_name="seq")(x)
+
+
 def test_lengths_that_zigzag_cannot_cut():
     with pytest.raises(ValueError, match="x has length 6 along axis 1: expected a multiple of 2 · devices = 4"):
         jttt.to_zigzag(jnp.ones((1, 6)), devices=2)

@@ -184,6 +184,32 @@ def test_outside_jit_results_are_sharded_as_operands():
     assert gradient(arguments["query"]).sharding.spec[:3] == ("data", None, "model")
 
 
+@pytest.mark.oldest
+@pytest.mark.parametrize("letters", [dict(T="model"), dict(N="model")], ids=str)
+def test_order_three_and_forward_over_forward_with_explicit_types(letters):
+    """Plain formulas there, in which no type says how a product over a divided axis is sharded."""
+    arguments = Sizes(B=2, T=8, S=8, N=4, K=2, H=4, E=4).draw()
+    mesh = devices.mesh(AxisType.Explicit, data=2, model=4)
+
+    def losses(arrays):
+        def first(arrays):
+            return jnp.sum(jnp.sin(jttt.dot_product_attention(**arrays)))
+
+        def penalty(loss):
+            return lambda arrays: sum(jnp.sum(jnp.sin(g)) for g in jax.grad(loss)(arrays).values())
+
+        def twice_forward(arrays):
+            return jax.jvp(lambda arrays: jax.jvp(first, (arrays,), (arrays,))[1], (arrays,), (arrays,))[1]
+
+        return jax.grad(penalty(penalty(first)))(arrays), jax.grad(twice_forward)(arrays)
+
+    expected = jax.jit(losses)(arguments)
+    with jax.set_mesh(mesh):
+        results = jax.jit(losses)(devices.put(arguments, mesh, B="data", **letters))
+    for x, y in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+
+
 def test_vmapped_axes_are_divided():
     arguments = Sizes(B=2, T=8, S=8, N=4, K=4, H=4, E=4).draw()
     mesh = devices.mesh(tasks=2, model=4)

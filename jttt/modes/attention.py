@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 import jttt
+from jttt import passes
 from jttt.modes import rules
 from jttt.spec import AttentionSpec, Band, Implementation, default_precision
 
@@ -71,7 +72,8 @@ def dot_product_attention(
         scale=1 / math.sqrt(H) if scale is None else float(scale), band=Band(right=0) if is_causal else Band(),
         precision=default_precision(), implementation=implementation)
     key, value = (jnp.repeat(x, group, axis=-2) for x in (key, value))
-    made = rules.attention(spec, bwd_mode, *map(_heads_first, (query, key, value)))
+    inputs = passes.varying_alike(dict(query=query, key=key, value=value))
+    made = rules.attention(spec, bwd_mode, *map(_heads_first, inputs.values()))
     return jnp.swapaxes(made.reshape(*output.shape[:-3], output.shape[-2], output.shape[-3], -1), -2, -3)
 
 

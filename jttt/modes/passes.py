@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
+from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 
 from jttt import passes
 from jttt.modes import plain
-from jttt.passes import takes_kernels
+from jttt.partition import plain_arrays
+from jttt.passes import takes_kernels, varying
 from jttt.spec import AttentionSpec
 
 
@@ -40,13 +42,19 @@ def _with_kernels(*arrays, name, spec, operands) -> list[jax.Array]:
 
 def _lower(ctx: mlir.LoweringRuleContext, *args, spec: AttentionSpec, **params):
     rule = _with_kernels if takes_kernels(ctx, spec.implementation) else _with_plain
-    return mlir.lower_fun(rule, multiple_results=True)(ctx, *args, spec=spec, **params)
+    # Neither kernels nor plain formulas need to know what varies in a `jax.shard_map`.
+    ctx = ctx.replace(avals_in=[jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in])
+    with plain_arrays():
+        return mlir.lower_fun(rule, multiple_results=True)(ctx, *args, spec=spec, **params)
 
 
 def _abstract(*avals, **params):
-    outputs = jax.eval_shape(functools.partial(_with_plain, **params),
-                             *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals))
-    return [jax.core.ShapedArray(x.shape, x.dtype) for x in outputs]
+    with plain_arrays():
+        outputs = jax.eval_shape(functools.partial(_with_plain, **params),
+                                 *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals))
+    where = NamedSharding(avals[0].sharding.mesh, PartitionSpec())
+    varies = ManualAxisType(varying=varying(*avals))
+    return [jax.core.ShapedArray(x.shape, x.dtype, sharding=where, manual_axis_type=varies) for x in outputs]
 
 
 def _batch(arrays, axes, **params):
