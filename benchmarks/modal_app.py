@@ -22,7 +22,7 @@ import modal
 COMMANDS = ("forward", "gradgrad", "sweep", "compare", "masks")
 SUFFIXES = {"sweep": ".csv"}
 ROOT = Path(__file__).parents[1]
-THERE = "/root/jttt"
+THERE = "/jttt"
 
 app = modal.App("jttt-benchmarks")
 image = (
