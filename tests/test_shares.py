@@ -10,7 +10,6 @@ from jttt.kernels import blocks
 from tests import plain
 
 CASES = {
-    "all": {},
     "causal": {"is_causal": True},
     "window": {"local_window_size": (20, 5)},
     # One row of the batch sees nothing, and blocks come from a list.

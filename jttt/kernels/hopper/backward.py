@@ -16,14 +16,10 @@ def d_query_hopper(query, key, value, bias, key_start, key_end, query_segments, 
     TILE: gl.constexpr = stream.accumulator(BLOCK_S, C)
     ROWS: gl.constexpr = stream.layouts(C, "query", "d_output")
     COLUMNS: gl.constexpr = stream.layouts(C, "key", "value")
-    block, head, batch = tiles.program(gl.cdiv(T, BLOCK_T), C.layout.query.heads, C.band.right is not None, C)
+    head, batch, t0, walk, full, count = stream.queries_at(T, S, block_list, block_counts, C)
     kv_head = head // C.group
     hidden = (key_start, key_end, query_segments, key_segments, mask)
-    t0 = block * BLOCK_T
     rows = (t0 + gl.arange(0, BLOCK_T, gl.SliceLayout(1, TILE)))[:, None]
-    walk = tiles.walk_keys(block, block_list, block_counts, batch, head, T, S, C)
-    full = tiles.steps(walk, False)
-    count = full + tiles.steps(walk, True)
 
     resident = stream.make((query, d_output), ROWS, BLOCK_T, 1)
     moving = stream.make((key, value), COLUMNS, BLOCK_S, STAGES)

@@ -40,14 +40,10 @@ def tangent_hopper(query, key, value, bias, sinks, key_start, key_end, query_seg
     TANGENTS: gl.constexpr = stream.products(C.layout.t_query, C.layout.t_key)
     ROWS: gl.constexpr = stream.layouts(C, "query", "t_query")
     COLUMNS: gl.constexpr = stream.layouts(C, "key", "t_key", "value", "t_value")
-    block, head, batch = tiles.program(gl.cdiv(T, BLOCK_T), C.layout.query.heads, C.band.right is not None, C)
+    head, batch, t0, walk, full, count = stream.queries_at(T, S, block_list, block_counts, C)
     kv_head = head // C.group
     hidden = (key_start, key_end, query_segments, key_segments, mask)
-    t0 = block * BLOCK_T
     rows = (t0 + gl.arange(0, BLOCK_T, ROW))[:, None]
-    walk = tiles.walk_keys(block, block_list, block_counts, batch, head, T, S, C)
-    full = tiles.steps(walk, False)
-    count = full + tiles.steps(walk, True)
 
     resident = stream.make((query, t_query), ROWS, BLOCK_T, 1)
     moving = stream.make((key, t_key, value, t_value), COLUMNS, BLOCK_S, STAGES)
@@ -123,14 +119,10 @@ def g_query_hopper(query, key, value, bias, key_start, key_end, query_segments, 
     DP: gl.constexpr = stream.products(C.layout.t_lse)
     ROWS: gl.constexpr = stream.layouts(C, "query", "d_output", "t_query")
     COLUMNS: gl.constexpr = stream.layouts(C, "key", "value", "t_key", "t_value")
-    block, head, batch = tiles.program(gl.cdiv(T, BLOCK_T), C.layout.query.heads, C.band.right is not None, C)
+    head, batch, t0, walk, full, count = stream.queries_at(T, S, block_list, block_counts, C)
     kv_head = head // C.group
     hidden = (key_start, key_end, query_segments, key_segments, mask)
-    t0 = block * BLOCK_T
     rows = (t0 + gl.arange(0, BLOCK_T, gl.SliceLayout(1, TILE)))[:, None]
-    walk = tiles.walk_keys(block, block_list, block_counts, batch, head, T, S, C)
-    full = tiles.steps(walk, False)
-    count = full + tiles.steps(walk, True)
 
     resident = stream.make((query, d_output, t_query), ROWS, BLOCK_T, 1)
     moving = stream.make((key, value, t_key, t_value), COLUMNS, BLOCK_S, STAGES)

@@ -21,14 +21,10 @@ def forward_hopper(query, key, value, bias, sinks, key_start, key_end, query_seg
     Q: gl.constexpr = stream.layouts(C, "query")
     K: gl.constexpr = stream.layouts(C, "key")
     V: gl.constexpr = stream.layouts(C, "value")
-    block, head, batch = tiles.program(gl.cdiv(T, BLOCK_T), C.layout.query.heads, C.band.right is not None, C)
+    head, batch, t0, walk, full, count = stream.queries_at(T, S, block_list, block_counts, C)
     kv_head = head // C.group
     hidden = (key_start, key_end, query_segments, key_segments, mask)
-    t0 = block * BLOCK_T
     rows = (t0 + gl.arange(0, BLOCK_T, ROW))[:, None]
-    walk = tiles.walk_keys(block, block_list, block_counts, batch, head, T, S, C)
-    full = tiles.steps(walk, False)
-    count = full + tiles.steps(walk, True)
 
     queries = stream.make((query, ), Q, BLOCK_T, 1)
     keys = stream.make((key, ), K, BLOCK_S, STAGES)
