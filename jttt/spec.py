@@ -33,6 +33,11 @@ class Band:
     left: int | None = None
     right: int | None = None
 
+    @property
+    def slanted(self) -> bool:
+        """Whether queries see the more, or the less, the later they stand: one side is open, the other is not."""
+        return (self.left is None) != (self.right is None)
+
     def __and__(self, other: Band) -> Band:
         lefts = [band.left for band in (self, other) if band.left is not None]
         rights = [band.right for band in (self, other) if band.right is not None]

@@ -162,8 +162,7 @@ def _result(array: str, spec: AttentionSpec, operands: dict[str, Any], batch: tu
 def _shared(launch: Launch) -> Launch:
     """The launch with the work of each block shared by several programs, if it has too few to fill a GPU."""
     config = launch.config
-    band = config.band
-    shares = blocks.shares(launch.programs, launch.tiles, alike=(band.left is None) == (band.right is None))
+    shares = blocks.shares(launch.programs, launch.tiles, alike=not config.band.slanted)
     if shares == 1:
         return launch
     layout = dataclasses.replace(config.layout, **{

@@ -34,12 +34,6 @@ def exponential(scores, C: tl.constexpr):
     return tl.exp2(scores * (LOG2E / unit(C)))
 
 
-@triton.constexpr_function
-def slanted(C):
-    """Whether blocks see the more, or the less, the later they stand: one side of the band is open, the other not."""
-    return (C.band.left is None) != (C.band.right is None)
-
-
 @triton.jit
 def program(blocks, HEADS: tl.constexpr, LAST_FIRST: tl.constexpr, C: tl.constexpr):
     """This program's (block, head, batch).
@@ -49,7 +43,7 @@ def program(blocks, HEADS: tl.constexpr, LAST_FIRST: tl.constexpr, C: tl.constex
     last would leave the rest of the GPU waiting.
     """
     index = tl.program_id(0)
-    if slanted(C):
+    if C.band.slanted:
         others = tl.num_programs(0) // blocks
         block = index // others
         other = index % others
