@@ -12,7 +12,7 @@ def d_query_kernel(query, key, value, bias, key_start, key_end, query_segments, 
                    block_list, block_counts, lse, lse_tail, d_output, delta, T, S, d_query, C: tl.constexpr):
     BLOCK_T: tl.constexpr = C.blocks.queries
     BLOCK_S: tl.constexpr = C.blocks.keys
-    block, head, batch = tiles.program(tl.cdiv(T, BLOCK_T), C.layout.query.heads, C.band.right is not None, C)
+    block, head, batch = tiles.query_program(T, S, C)
     kv_head = head // C.group
     hidden = (key_start, key_end, query_segments, key_segments, mask)
     t0 = block * BLOCK_T
@@ -46,7 +46,7 @@ def d_key_value_kernel(query, key, value, bias, key_start, key_end, query_segmen
     one program sums over the query heads of its key head."""
     BLOCK_T: tl.constexpr = C.blocks.queries
     BLOCK_S: tl.constexpr = C.blocks.keys
-    block, kv_head, batch = tiles.program(tl.cdiv(S, BLOCK_S), C.layout.key.heads, C.band.right is None, C)
+    block, kv_head, batch = tiles.key_program(T, S, C)
     hidden = (key_start, key_end, query_segments, key_segments, mask)
     s0 = block * BLOCK_S
     columns = (s0 + tl.arange(0, BLOCK_S))[:, None]

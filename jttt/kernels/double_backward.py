@@ -78,7 +78,7 @@ def tangent_kernel(query, key, value, bias, sinks, key_start, key_end, query_seg
     """t_output is None where only the columns are wanted; row_term, with d_output and delta, in forward mode."""
     BLOCK_T: tl.constexpr = C.blocks.queries
     BLOCK_S: tl.constexpr = C.blocks.keys
-    block, head, batch = tiles.program(tl.cdiv(T, BLOCK_T), C.layout.query.heads, C.band.right is not None, C)
+    block, head, batch = tiles.query_program(T, S, C)
     kv_head = head // C.group
     hidden = (key_start, key_end, query_segments, key_segments, mask)
     t0 = block * BLOCK_T
@@ -134,7 +134,7 @@ def g_query_kernel(query, key, value, bias, key_start, key_end, query_segments, 
                    t_bias, T, S, g_query, C: tl.constexpr):
     BLOCK_T: tl.constexpr = C.blocks.queries
     BLOCK_S: tl.constexpr = C.blocks.keys
-    block, head, batch = tiles.program(tl.cdiv(T, BLOCK_T), C.layout.query.heads, C.band.right is not None, C)
+    block, head, batch = tiles.query_program(T, S, C)
     kv_head = head // C.group
     hidden = (key_start, key_end, query_segments, key_segments, mask)
     t0 = block * BLOCK_T
@@ -182,7 +182,7 @@ def g_key_value_kernel(query, key, value, bias, key_start, key_end, query_segmen
     one program sums over the query heads of its key head."""
     BLOCK_T: tl.constexpr = C.blocks.queries
     BLOCK_S: tl.constexpr = C.blocks.keys
-    block, kv_head, batch = tiles.program(tl.cdiv(S, BLOCK_S), C.layout.key.heads, C.band.right is None, C)
+    block, kv_head, batch = tiles.key_program(T, S, C)
     hidden = (key_start, key_end, query_segments, key_segments, mask)
     s0 = block * BLOCK_S
     columns = (s0 + tl.arange(0, BLOCK_S))[:, None]

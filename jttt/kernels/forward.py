@@ -12,7 +12,7 @@ def forward_kernel(query, key, value, bias, sinks, key_start, key_end, query_seg
     """lse_tail is None where there is no bias: with one, scores may be too large for lse to hold."""
     BLOCK_T: tl.constexpr = C.blocks.queries
     BLOCK_S: tl.constexpr = C.blocks.keys
-    block, head, batch = tiles.program(tl.cdiv(T, BLOCK_T), C.layout.query.heads, C.band.right is not None, C)
+    block, head, batch = tiles.query_program(T, S, C)
     kv_head = head // C.group
     hidden = (key_start, key_end, query_segments, key_segments, mask)
     t0 = block * BLOCK_T

@@ -35,18 +35,44 @@ def exponential(scores, C: tl.constexpr):
 
 
 @triton.jit
-def program(blocks, HEADS: tl.constexpr, LAST_FIRST: tl.constexpr, C: tl.constexpr):
+def query_program(T, S, C: tl.constexpr):
+    """(block, head, batch) of a program with a block of queries. A group of heads streams the same keys."""
+    heads = cached_rows(C) // S * C.group
+    return program(tl.cdiv(T, C.blocks.queries), heads, C.layout.query.heads, C.band.right is not None, C)
+
+
+@triton.jit
+def key_program(T, S, C: tl.constexpr):
+    """(block, head, batch) of a program with a block of keys, which streams the queries of a group of heads."""
+    heads = cached_rows(C) // C.group // T
+    return program(tl.cdiv(S, C.blocks.keys), heads, C.layout.key.heads, C.band.right is None, C)
+
+
+@triton.constexpr_function
+def cached_rows(C):
+    """How many rows of what a kernel streams stay in a cache of 32 MiB, for numbers of two bytes. Where it streams
+    queries, they and what comes with them are as wide as keys and values."""
+    streamed = [layout for layout in (C.layout.key, C.layout.value, C.layout.t_key, C.layout.t_value) if layout]
+    return 2**25 // (2 * sum(layout.width for layout in streamed))
+
+
+@triton.jit
+def program(blocks, heads, HEADS: tl.constexpr, LAST_FIRST: tl.constexpr, C: tl.constexpr):
     """This program's (block, head, batch).
 
     Blocks of one head are neighbours, so they share what they stream through the L2 cache. Where they have unequal
     work, all longest ones come first instead, with LAST_FIRST the last block of every head: a long one that starts
-    last would leave the rest of the GPU waiting.
+    last would leave the rest of the GPU waiting. `heads` at a time, though, as many as that cache has room for.
     """
     index = tl.program_id(0)
     if C.band.slanted:
-        others = tl.num_programs(0) // blocks
-        block = index // others
-        other = index % others
+        all_heads = tl.num_programs(0) // blocks
+        heads = tl.minimum(tl.maximum(heads, 1), all_heads)
+        first = index // (heads * blocks) * heads
+        index = index % (heads * blocks)
+        heads = tl.minimum(heads, all_heads - first)
+        block = index // heads
+        other = first + index % heads
         if LAST_FIRST:
             block = blocks - 1 - block
     else:

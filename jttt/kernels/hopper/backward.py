@@ -64,7 +64,7 @@ def d_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
     TILE: gl.constexpr = stream.accumulator(BLOCK_T, C)
     COLUMNS: gl.constexpr = stream.layouts(C, "key", "value")
     ROWS: gl.constexpr = stream.layouts(C, "query", "d_output")
-    block, kv_head, batch = tiles.program(gl.cdiv(S, BLOCK_S), C.layout.key.heads, C.band.right is None, C)
+    block, kv_head, batch = tiles.key_program(T, S, C)
     hidden = (key_start, key_end, query_segments, key_segments, mask)
     s0 = block * BLOCK_S
     columns = (s0 + gl.arange(0, BLOCK_S, gl.SliceLayout(1, TILE)))[:, None]

@@ -189,7 +189,7 @@ def g_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
     DP: gl.constexpr = stream.products(C.layout.t_lse) if C.layout.g_key is not None else 0
     COLUMNS: gl.constexpr = stream.layouts(C, "key", "value", "t_key", "t_value")
     ROWS: gl.constexpr = stream.layouts(C, "query", "d_output", "t_query")
-    block, kv_head, batch = tiles.program(gl.cdiv(S, BLOCK_S), C.layout.key.heads, C.band.right is None, C)
+    block, kv_head, batch = tiles.key_program(T, S, C)
     hidden = (key_start, key_end, query_segments, key_segments, mask)
     s0 = block * BLOCK_S
     columns = (s0 + gl.arange(0, BLOCK_S, gl.SliceLayout(1, TILE)))[:, None]

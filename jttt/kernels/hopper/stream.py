@@ -27,7 +27,7 @@ from jttt.kernels import tiles
 def queries_at(T, S, block_list, block_counts, C: gl.constexpr):
     """A program with a block of queries: (head, batch, first row, its walk, how many tiles of that are wholly visible,
     how many there are)."""
-    block, head, batch = tiles.program(gl.cdiv(T, C.blocks.queries), C.layout.query.heads, C.band.right is not None, C)
+    block, head, batch = tiles.query_program(T, S, C)
     walk = tiles.walk_keys(block, block_list, block_counts, batch, head, T, S, C)
     full = tiles.steps(walk, False)
     return head, batch, block * C.blocks.queries, walk, full, full + tiles.steps(walk, True)
