@@ -91,12 +91,13 @@ def rotation(case: Case) -> int:
 
 
 def sets_beyond_cache(set_bytes: int) -> int:
-    """How many sets of inputs of a size are more than a cache holds.
+    """How many sets of inputs of a size are more than a cache holds, two at least.
 
-    There are at least two, and at most 64: sets so small that even 64 fit in a cache belong to
-    launches whose time is latency, not memory.
+    Two also where even 64 would fit in a cache: such launches' time is latency, not memory, and XLA records
+    the launches of a program as a CUDA graph anew for addresses that it has not met lately.
     """
-    return min(max(2, math.ceil(_ROTATION_BYTES / set_bytes)), 64)
+    count = math.ceil(_ROTATION_BYTES / set_bytes)
+    return count if 2 < count <= 64 else 2
 
 
 def _triton(query: Array, key: Array, value: Array, *, causal: bool) -> Array:

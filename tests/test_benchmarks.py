@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import ModuleType
 
@@ -393,11 +394,17 @@ def test_no_pass_is_a_pass_over_zeros(dtype: str) -> None:
 
 
 def test_inputs_rotate_over_different_sets() -> None:
-    sets = workload.rotating_inputs(case(), seed=0)
-    assert len(sets) == 64
-    assert len({float(array.sum()) for arrays in sets for array in arrays}) == 3 * 64
-    again = workload.rotating_inputs(case(), seed=0)
+    problem = case(b=2, t=2048, n=16, k=16, h=64)
+    sets = workload.rotating_inputs(problem, seed=0)
+    assert 2**28 <= sum(array.nbytes for arrays in sets for array in arrays) < 2**28 + 3 * sets[0][0].nbytes
+    assert len({float(array.sum()) for arrays in sets for array in arrays}) == 3 * len(sets)
+    again = workload.rotating_inputs(problem, seed=0)
     np.testing.assert_array_equal(sets[5][1], again[5][1])
+
+
+@pytest.mark.parametrize(("set_bytes", "sets"), [(2**30, 2), (2**27, 2), (2**26, 4), (2**22, 64), (2**22 - 1, 2)])
+def test_sets_are_more_than_a_cache_holds_or_two(set_bytes: int, sets: int) -> None:
+    assert workload.sets_beyond_cache(set_bytes) == sets
 
 
 # How it is timed.
@@ -408,6 +415,25 @@ def test_launches_are_warmed_up_counted_and_rotated() -> None:
     times = harness.time_launches(seen.append, [(0,), (1,), (2,)], iters=4, warmup=2, repeats=3)
     assert len(times) == 3
     assert seen == [index % 3 for index in range(2 + 3 * 4)]
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_outputs_are_dropped_where_launches_run_in_order(on_cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Output:
+        pass
+
+    alive, most, waited = weakref.WeakSet(), [], []
+
+    def launch(_: int) -> Output:
+        output = Output()
+        alive.add(output)
+        most.append(len(alive))
+        return output
+
+    monkeypatch.setattr(harness, "_on_cpu", lambda outputs: on_cpu)
+    harness.time_launches(launch, [(0,)], iters=9, warmup=1, repeats=1,
+                          wait=lambda outputs: waited.append(len(outputs)))
+    assert (max(most), waited) == ((9, [1, 9]) if on_cpu else (3, [1, 2]))
 
 
 def test_median_and_spread_of_the_repeats(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,8 +47,9 @@ def test_shares_add_up_to_the_whole(case, monkeypatch):
     (10_000, 100, False, 1),
     (128, 128, True, 2),  # half of one
     (192, 144, True, 4),  # 2.9 rounds of a quarter each, not one of a whole
-    (32, 32, True, 8),
-    (8, 8, True, 2),  # four tiles at least
+    (32, 64, True, 8),
+    (8, 16, True, 2),  # eight tiles at least
+    (8, 15, True, 1),
     (1, 1, True, 1),
     (256, 64, True, 1),
     (256, 64, False, 2),  # a round as long as its longest program, when the average is half of that

@@ -154,8 +154,8 @@ def shares(programs: int, tiles: int, alike: bool) -> int:
     """How many programs should share the work of one, of which there are `programs` with up to `tiles` tiles each.
 
     One, unless that leaves a GPU partly idle: then the fewest for which it is busy, nearly as well as can be, and
-    each has four tiles at least. `alike` says whether all have the same work; under a causal mask they have half
-    of the most on average, and the longest come first.
+    each has eight tiles at least, since adding up what they made is one more kernel to launch. `alike` says whether
+    all have the same work; under a causal mask they have half of the most on average, and the longest come first.
     """
     if programs >= AT_ONCE:
         return 1
@@ -167,5 +167,5 @@ def shares(programs: int, tiles: int, alike: bool) -> int:
         return max(1 / count, programs / (2 * AT_ONCE))
 
     # Powers of two: each count is a kernel to compile, and lengths vary.
-    counts = [count for count in (1, 2, 4, 8, 16) if count == 1 or 4 * count <= tiles]
+    counts = [count for count in (1, 2, 4, 8, 16) if count == 1 or 8 * count <= tiles]
     return next(count for count in counts if time(count) <= 1.1 * min(map(time, counts)))
