@@ -5,13 +5,14 @@ the keys that it has, while the next ones arrive. Every pass is a sum over keys 
 columns are those of whole rows, so results of queries are added up where they are, and results of keys travel with
 their keys and gather a part on every device. Only `forward`, which makes the log-sum-exp, weighs its parts instead.
 
-A pass needs as much memory as one on a device's own keys, whatever the number of devices. Method: Ring Attention
-(arXiv 2310.01889).
+Where a device has many keys, some of the heads go round after the others. A pass needs as much memory as one on some
+heads of a device's own keys, whatever the number of devices. Method: Ring Attention (arXiv 2310.01889).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -28,9 +29,41 @@ _OF_KEYS = ("key", "value", "key_segments")
 _COLUMNS = ("lse", "t_lse", "row_term")
 
 
+# Keys of this many bytes take long enough, in kernels and between devices, to be worth a round of their own.
+_ROUND = 2**24
+
+# Operands without an axis of heads, which is the last but one of all others.
+_WITHOUT_HEADS = ("key_start", "key_end", "query_segments", "key_segments")
+
+
 def run(run_pass: Callable[..., Arrays], name: str, spec: AttentionSpec, operands: Arrays, wanted: Sequence[str]
         ) -> Arrays:
     """Runs pass `name` over the keys of all devices of `spec.ring`; otherwise as `passes.run`, which is `run_pass`."""
+    key = operands["key"]
+    heads = key.shape[-2]
+    rounds = max(count for count in range(1, heads + 1) if heads % count == 0 and count <= max(1, key.nbytes // _ROUND))
+    of_round = functools.partial(_one_round, run_pass, name, spec, wanted=wanted)
+    if rounds == 1:
+        return of_round(operands)
+
+    def some(i: jax.Array) -> Arrays:
+        return of_round({array: x if array in _WITHOUT_HEADS else jax.lax.dynamic_slice_in_dim(
+            x, i * (x.shape[-2] // rounds), x.shape[-2] // rounds, axis=-2) for array, x in operands.items()})
+
+    def put(i: jax.Array, results: Arrays) -> Arrays:
+        return {array: jax.lax.dynamic_update_slice_in_dim(results[array], x, i * x.shape[-2], axis=-2)
+                for array, x in some(i).items()}
+
+    def empty(x: jax.ShapeDtypeStruct) -> jax.Array:
+        axes = tuple(jax.typeof(key).manual_axis_type.varying)
+        zeros = jnp.zeros((*x.shape[:-2], x.shape[-2] * rounds, x.shape[-1]), x.dtype)
+        return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
+
+    return jax.lax.fori_loop(0, rounds, put, jax.tree.map(empty, jax.eval_shape(some, 0)))
+
+
+def _one_round(run_pass: Callable[..., Arrays], name: str, spec: AttentionSpec, operands: Arrays,
+               wanted: Sequence[str]) -> Arrays:
     ring = spec.ring
     part_spec = dataclasses.replace(spec, ring=None, partial=True)
     keys = {array: x for array, x in operands.items() if kind(array) in _OF_KEYS}

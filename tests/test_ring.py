@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jttt
+from jttt import parts
 from tests import devices, plain
 from tests.plain import Problem
 
@@ -84,6 +85,24 @@ def test_each_order_is_that_of_the_whole_sequence(case, count, layout, float64):
     results, collectives = ring_orders(arrays, directions, count, layout, **CASES[case][0])
     plain.assert_close(results, exact_orders(case), 1e-12)
     assert set(collectives) <= {"collective-permute"}
+
+
+@pytest.mark.parametrize(("count", "layout"), [(2, "zigzag"), (4, "contiguous")])
+def test_heads_that_go_round_one_after_the_other(count, layout, float64, monkeypatch):
+    monkeypatch.setattr(parts, "_ROUND", 1)
+    arrays, directions = PROBLEM.draw(np.float64)
+    results, collectives = ring_orders(arrays, directions, count, layout, is_causal=True)
+    plain.assert_close(results, exact_orders("causal"), 1e-12)
+    assert set(collectives) == {"collective-permute"}
+
+
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_memory_of_many_keys_is_that_of_some_heads(order, monkeypatch):
+    at_once, apart = [], []
+    for measured, size in ((at_once, 2**24), (apart, 2**16)):
+        monkeypatch.setattr(parts, "_ROUND", size)
+        measured.append(temporary_bytes(order, count=2, length=1024, heads=8))
+    assert apart[0] < (0.4, 0.6, 0.7)[order] * at_once[0], (apart, at_once)
 
 
 def test_parts_of_half_precision_are_added_up_in_float32():
@@ -160,6 +179,13 @@ def test_kernels_run_over_parts():
 @pytest.mark.parametrize("order", [0, 1, 2])
 def test_memory_of_a_device_does_not_grow_with_their_number(order):
     """At a fixed length on each device, so that of the whole sequence grows."""
+    two, four, eight = (temporary_bytes(order, count, length=64 * count, heads=1) for count in (2, 4, 8))
+    # Two devices are one round, which the compiler unrolls; from there on it is a loop.
+    assert eight <= 1.01 * four and eight <= 1.1 * two, (two, four, eight)
+
+
+def temporary_bytes(order, count, length, heads):
+    """What a device sets aside for attention, its gradient or its meta-gradient."""
 
     def attention(*x):
         return jttt.ring_attention(*x, axis_name="seq", is_causal=True, layout="zigzag")
@@ -170,15 +196,10 @@ def test_memory_of_a_device_does_not_grow_with_their_number(order):
     def meta_gradient(*x):
         return jax.grad(lambda *x: sum(jnp.sum(jnp.sin(g)) for g in gradient(*x)), (0, 1, 2))(*x)
 
-    def temporary_bytes(count: int) -> int:
-        x = jax.ShapeDtypeStruct((1, 64 * count, 1, 32), jnp.float32)
-        function = (attention, gradient, meta_gradient)[order]
-        mapped = jax.shard_map(function, mesh=devices.mesh(seq=count), in_specs=SEQUENCE, out_specs=SEQUENCE)
-        return jax.jit(mapped).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
-
-    two, four, eight = map(temporary_bytes, (2, 4, 8))
-    # Two devices are one round, which the compiler unrolls; from there on it is a loop.
-    assert eight <= 1.01 * four and eight <= 1.1 * two, (two, four, eight)
+    x = jax.ShapeDtypeStruct((1, length, heads, 32), jnp.float32)
+    function = (attention, gradient, meta_gradient)[order]
+    mapped = jax.shard_map(function, mesh=devices.mesh(seq=count), in_specs=SEQUENCE, out_specs=SEQUENCE)
+    return jax.jit(mapped).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
 
 
 def test_zigzag_gives_each_device_both_ends():
