@@ -124,7 +124,8 @@ def init_weights(config: Config, seed: int) -> Weights:
         "lower": jax.tree.map(lambda *x: jnp.stack(x), *lower),
         "upper": [{**block(), "fast_norm": jnp.ones(config.width)} for _ in range(config.fast_layers)],
         "fast": [mlp() for _ in range(config.fast_layers)],
-        "final_norm": jnp.ones(config.width),
+        # Logits start small, that of the token just read among them.
+        "final_norm": jnp.full(config.width, config.width ** -0.5),
     }
 
 
@@ -136,6 +137,12 @@ def rms_norm(x: jax.Array, gain: jax.Array) -> jax.Array:
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
     return (wide * gain).astype(x.dtype)
+
+
+def embed(weights: Weights, tokens: jax.Array, config: Config) -> jax.Array:
+    """The first block's input `[time, width]`. Rows of the matrix have length one, as logits want it; here each
+    entry is about one, or what blocks add would drown what was read."""
+    return (weights["embedding"][tokens] * config.width ** 0.5).astype(config.dtype)
 
 
 def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
@@ -254,7 +261,7 @@ def sequence_losses(weights: Weights, tokens: jax.Array, config: Config,
     def in_chunks(x: jax.Array) -> jax.Array:
         return x.reshape(-1, config.chunk, *x.shape[1:])
 
-    x = weights["embedding"][read].astype(config.dtype)
+    x = embed(weights, read, config)
     x, _ = lower_blocks(weights, x, positions, attend, config.rope_base)
     if config.mode == "ttt":
         optimizer = inner_optimizer(config)

@@ -69,7 +69,7 @@ def empty_buffer(config: Config) -> Buffer:
 @functools.partial(jax.jit, static_argnames="config")
 def learn_chunk(weights: Weights, reader: Reader, tokens: jax.Array, config: Config) -> Reader:
     """Reads a chunk, int32 `[chunk + 1]` with the token that follows it, and in mode "ttt" learns from it."""
-    x = weights["embedding"][tokens[:-1]].astype(config.dtype)
+    x = model.embed(weights, tokens[:-1], config)
     positions = reader.start + jnp.arange(config.chunk)
 
     def attend(cache: jttt.KeyValueCache, *query_key_value: jax.Array) -> tuple[jax.Array, jttt.KeyValueCache]:
@@ -92,7 +92,7 @@ def read_tokens(weights: Weights, reader: Reader, buffer: Buffer, tokens: jax.Ar
 
     tokens is int32 `[T]`, of which `count` count; the rest is padding, and must fit into the chunk too.
     """
-    x = weights["embedding"][tokens].astype(config.dtype)
+    x = model.embed(weights, tokens, config)
     positions = reader.start + buffer.length + jnp.arange(len(tokens))
 
     def attend(held: tuple[jttt.KeyValueCache, tuple], query: jax.Array, *key_value: jax.Array) -> tuple[Any, Any]:
