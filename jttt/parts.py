@@ -30,7 +30,7 @@ _COLUMNS = ("lse", "t_lse", "row_term")
 
 
 # Keys of this many bytes take long enough, in kernels and between devices, to be worth a round of their own.
-_ROUND = 2**24
+_ROUND = 2**25
 
 # Operands without an axis of heads, which is the last but one of all others.
 _WITHOUT_HEADS = ("key_start", "key_end", "query_segments", "key_segments")

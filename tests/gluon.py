@@ -30,11 +30,15 @@ _SOURCES = Path(kernels.__file__).parent
 
 
 @contextlib.contextmanager
-def on_host(queries: int, keys: int, stages: int) -> Iterator[set[str]]:
-    """Kernels for Hopper take the place of those in plain Triton that the interpreter would run, with blocks of this
-    size. Yields the names of those that did."""
+def on_host(cut: Blocks | None = None) -> Iterator[set[str]]:
+    """Kernels for Hopper take the place of those in plain Triton that the interpreter would run, with these blocks or
+    those of the table. Yields the names of those that did."""
     taken: set[str] = set()
-    otherwise = interpreter.run
+    otherwise, look_up = interpreter.run, blocks.choose
+
+    def choose(kernel: str, width: int, itemsize: int, capability: int, dense: bool = False) -> Blocks:
+        name = hopper.KERNELS[kernel][0].__name__ if kernel in hopper.KERNELS else kernel
+        return cut or look_up(name, width, itemsize, 90, dense)
 
     def call(kernel: Any, grid: tuple[int, int], arguments: dict[str, Any], outputs: dict[str, Any]) -> dict[str, Any]:
         if kernel.__name__ not in hopper.KERNELS:
@@ -54,7 +58,7 @@ def on_host(queries: int, keys: int, stages: int) -> Iterator[set[str]]:
         patch.setattr(interpreter, "run", call)
         # Triton's interpreter would have no bfloat16 products.
         patch.setattr(jttt.arguments, "check_implementation", lambda *_: None)
-        patch.setattr(blocks, "choose", lambda *_: Blocks(queries, keys, 4, stages))
+        patch.setattr(blocks, "choose", choose)
         yield taken
 
 

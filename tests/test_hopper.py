@@ -9,6 +9,7 @@ import pytest
 
 import jttt
 from jttt.kernels import blocks, hopper
+from jttt.kernels.config import Blocks
 from tests import dense, gluon, plain
 from tests.dense import Sizes
 from tests.plain import Problem
@@ -38,17 +39,25 @@ def check(results, exact, dtype):
 ], ids=str)
 def test_every_order(problem, stages, dtype):
     arrays, directions = problem.draw(dtype)
-    with gluon.on_host(16, 16, stages) as taken:
+    with gluon.on_host(Blocks(16, 16, 4, stages)) as taken:
         results = plain.orders(lambda *x: plain.joined(*attention(*x, is_causal=problem.is_causal)), arrays, directions)
     check(results, plain.exact_orders(
         lambda *x: plain.joined(*plain.attention(*x, is_causal=problem.is_causal)), arrays, directions), dtype)
     assert taken == {kernel.__name__ for kernel, _ in hopper.KERNELS.values()}
 
 
+@pytest.mark.parametrize("width", [64, 96, 128])
+def test_blocks_of_the_table(width):
+    sizes = Sizes(B=1, T=300, S=400, N=1, K=1, H=width, E=width)
+    arguments = dense.floats(sizes.draw() | dict(local_window_size=(170, 0), query_offset=100), jnp.bfloat16)
+    with gluon.on_host():
+        check(dense.orders(attention, arguments), dense.exact_orders(arguments), jnp.bfloat16)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_everything_that_hides_keys_or_changes_scores(kind):
     arguments = dense.floats(SIZES.draw() | KINDS[kind], np.float16)
-    with gluon.on_host(16, 16, stages=2):
+    with gluon.on_host(Blocks(16, 16, 4, 2)):
         check(dense.orders(attention, arguments), dense.exact_orders(arguments), np.float16)
 
 
@@ -56,7 +65,7 @@ def test_everything_that_hides_keys_or_changes_scores(kind):
 def test_programs_that_share_the_work_of_a_block(kind, monkeypatch):
     monkeypatch.setattr(blocks, "shares", lambda programs, tiles, alike: 3)
     arguments = dense.floats(SIZES.draw() | KINDS[kind], np.float16)
-    with gluon.on_host(8, 8, stages=2):
+    with gluon.on_host(Blocks(8, 8, 4, 2)):
         check(dense.orders(attention, arguments), dense.exact_orders(arguments), np.float16)
 
 
@@ -64,7 +73,7 @@ def test_programs_that_share_the_work_of_a_block(kind, monkeypatch):
 def test_some_gradients_alone(wanted):
     """Products that nobody needs are neither made nor waited for."""
     arguments = dense.floats(SIZES.draw() | dict(is_causal=True), np.float16)
-    with gluon.on_host(16, 8, stages=2):
+    with gluon.on_host(Blocks(16, 8, 4, 2)):
         check(dense.orders(attention, arguments, wanted), dense.exact_orders(arguments, wanted), np.float16)
 
 
@@ -77,7 +86,7 @@ def test_the_tangent_along_one_input(moved):
         return jax.jvp(lambda x: function(*arrays[:moved], x, *arrays[moved + 1:], is_causal=True)[0],
                        (arrays[moved],), (tangent,))[1]
 
-    with gluon.on_host(16, 16, stages=2):
+    with gluon.on_host(Blocks(16, 16, 4, 2)):
         mine = jax.jit(functools.partial(along, attention))(tangent, *arrays)
     with jax.enable_x64(True):
         exact = along(plain.attention, *(jnp.asarray(np.asarray(x, np.float64)) for x in (tangent, *arrays)))
