@@ -18,7 +18,7 @@ from jttt.kernels.config import Blocks
 from tests import jaxprs, plain
 from tests.plain import Problem
 
-# Where a query sees one key the gradient is the rounding of a difference of numbers of ten or so, and processors differ.
+# Where a query sees one key the gradient is the rounding of a difference of larger numbers, and processors differ.
 FLOAT32_TOLERANCE = 4e-6
 # What rounding to float16 costs a result that is exact.
 FLOAT16_ROUNDING = float(np.finfo(np.float16).eps) / 2

@@ -53,7 +53,8 @@ def plain_losses(weights: model.Weights, tokens: jax.Array, config: model.Config
     lower = [jax.tree.map(lambda x, i=i: x[i], weights["lower"]) for i in range(config.layers - config.fast_layers)]
 
     def forward(fast, chunk, begin, histories):
-        x, positions, after = weights["embedding"][chunk[:-1]] * config.width ** 0.5, begin + np.arange(config.chunk), []
+        x = weights["embedding"][chunk[:-1]] * config.width ** 0.5
+        positions, after = begin + np.arange(config.chunk), []
         blocks = [(block, None) for block in lower] + list(zip(weights["upper"], fast, strict=True))
         for (block, mlp), history in zip(blocks, histories, strict=True):
 
