@@ -196,7 +196,8 @@ def order_two(_: Attention) -> Callable:
 
     def run(operands: dict[str, jax.Array], output: jax.Array) -> dict[str, jax.Array]:
         spec = _spec(operands["query"])
-        first = passes.run("tangent", spec, {**operands, "output": output}, ("t_output", "t_lse", "row_term"))
+        rest = {name: x for name, x in operands.items() if name != "delta"}
+        first = passes.run("tangent", spec, rest | {"output": output}, ("t_output", "t_lse", "row_term"))
         t_output = first.pop("t_output")
         return {"t_output": t_output,
                 **passes.run("double_backward", spec, operands | first, ("g_query", "g_key", "g_value"))}

@@ -236,7 +236,7 @@ def double_backward(spec: AttentionSpec, wanted: frozenset[str], arguments: Arra
     if not wanted:
         return {}
     operands = _backward_operands(arguments)
-    t_sinks = operands.pop("t_sinks")
+    t_sinks, delta = operands.pop("t_sinks"), operands.pop("delta")
     columns = ("t_lse", "row_term")
     first = passes.run(
         "tangent", spec,
@@ -245,13 +245,14 @@ def double_backward(spec: AttentionSpec, wanted: frozenset[str], arguments: Arra
     # Where nothing moves the scores, E of the design note is zero and so is the gradient of value.
     moves = any(arguments[f"t_{name}"] is not None for name in ("query", "key", "bias", "sinks"))
     names = [name for name in ("query", "key", "value", "bias") if name in wanted and (moves or name != "value")]
-    second = passes.run("double_backward", spec,
-                        {**operands, "row_term": first["row_term"], "t_lse": first["t_lse"] if moves else None},
-                        [f"g_{name}" for name in names])
+    second = passes.run(
+        "double_backward", spec,
+        {**operands, "delta": delta, "row_term": first["row_term"], "t_lse": first["t_lse"] if moves else None},
+        [f"g_{name}" for name in names])
     results = {name: second[f"g_{name}"] for name in names}
     if "sinks" in wanted:
         results["sinks"] = reference.sink_second_order(
-            arguments["sinks"], operands["lse"], operands["delta"], first["row_term"], t_sinks)
+            arguments["sinks"], operands["lse"], delta, first["t_lse"], first["row_term"], t_sinks)
     if "d_output" in wanted:
         results["d_output"] = first["t_output"]
     if "d_lse" in wanted:

@@ -193,13 +193,12 @@ def backward(spec: AttentionSpec, *, query, key, value, lse, d_output, delta, ls
     return results if bias is None else results | dict(d_bias=att.as_bias(ds, bias))
 
 
-def tangent(spec: AttentionSpec, *, query, key, value, output, lse, d_output=None, delta=None, lse_tail=None,
-            bias=None, sinks=None, t_query=None, t_key=None, t_value=None, t_bias=None, t_sinks=None, **hidden
-            ) -> Results:
+def tangent(spec: AttentionSpec, *, query, key, value, output, lse, d_output=None, lse_tail=None, bias=None,
+            sinks=None, t_query=None, t_key=None, t_value=None, t_bias=None, t_sinks=None, **hidden) -> Results:
     """Forward mode, and first pass of order two: t_output, t_lse, and row_term if there is a d_output.
 
     t_output and t_lse are the tangents of output and log-sum-exp along the direction, hence the
-    gradients at order two of d_output and of the log-sum-exp's cotangent. row_term is w of the
+    gradients at order two of d_output and of the log-sum-exp's cotangent. row_term is ω of the
     second pass.
     """
     att = _Attention(spec, query, key, bias, hidden)
@@ -219,7 +218,7 @@ def tangent(spec: AttentionSpec, *, query, key, value, output, lse, d_output=Non
     t_output -= _rows(t_lse) * output
     results = dict(t_output=att.stored(t_output), t_lse=t_lse)
     if d_output is not None:
-        results["row_term"] = jnp.swapaxes(jnp.sum(d_output * t_output, axis=-1), -1, -2) - t_lse * delta
+        results["row_term"] = jnp.swapaxes(jnp.sum(d_output * t_output, axis=-1), -1, -2)
     return results
 
 
@@ -231,13 +230,13 @@ def double_backward(spec: AttentionSpec, *, query, key, value, lse, d_output, de
     """
     att = _Attention(spec, query, key, bias, hidden)
     p = att.probabilities(lse, lse_tail)
-    dp = att.over_width(d_output, value)
+    dp = att.over_width(d_output, value) - delta[..., None]
     moved = att.product_tangent(query, key, t_query, t_key)
     a = att.score_tangent(moved, t_bias)
     a = jnp.zeros_like(p) if a is None else a
     centred = a if t_lse is None else a - t_lse[..., None]
-    ds = p * (dp - delta[..., None])
-    r = dp * centred - delta[..., None] * a - row_term[..., None]
+    ds = p * dp
+    r = dp * centred - row_term[..., None]
     if t_value is not None:
         r += att.over_width(d_output, t_value)
     r = p * r
@@ -259,12 +258,11 @@ def sink_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Arr
     return _as_sinks(-sink_probabilities(sinks, lse) * delta, sinks)
 
 
-def sink_second_order(sinks: jax.Array, lse: jax.Array, delta: jax.Array, row_term: jax.Array,
+def sink_second_order(sinks: jax.Array, lse: jax.Array, delta: jax.Array, t_lse: jax.Array, row_term: jax.Array,
                       t_sinks: jax.Array | None) -> jax.Array:
     """g_sinks: R of the design note for a column with no value, summed over T and B."""
-    r = -row_term
-    if t_sinks is not None:
-        r -= delta * t_sinks.astype(lse.dtype)[..., None]
+    centred = -t_lse if t_sinks is None else t_sinks.astype(lse.dtype)[..., None] - t_lse
+    r = -delta * centred - row_term
     return _as_sinks(sink_probabilities(sinks, lse) * r, sinks)
 
 
@@ -282,11 +280,11 @@ def second_order(spec: AttentionSpec, *, query, key, value, d_output, d_lse=None
     inputs = dict(query=query, key=key, value=value, bias=bias)
     direction = dict(t_query=t_query, t_key=t_key, t_value=t_value, t_bias=t_bias)
     made = forward(spec, **inputs, sinks=sinks, **hidden)
-    rows = dict(lse=made["lse"], lse_tail=made.get("lse_tail"), d_output=d_output,
-                delta=delta(made["output"], d_output, d_lse))
+    rows = dict(lse=made["lse"], lse_tail=made.get("lse_tail"), d_output=d_output)
+    column = delta(made["output"], d_output, d_lse)
     first = tangent(spec, **inputs, **rows, **direction, output=made["output"], sinks=sinks, t_sinks=t_sinks, **hidden)
-    columns = dict(t_lse=first["t_lse"], row_term=first["row_term"])
+    columns = dict(delta=column, t_lse=first["t_lse"], row_term=first["row_term"])
     results = first | double_backward(spec, **inputs, **rows, **columns, **direction, **hidden)
     if sinks is not None:
-        results["g_sinks"] = sink_second_order(sinks, rows["lse"], rows["delta"], first["row_term"], t_sinks)
+        results["g_sinks"] = sink_second_order(sinks, rows["lse"], **columns, t_sinks=t_sinks)
     return results

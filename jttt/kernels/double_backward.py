@@ -52,14 +52,13 @@ def centred(a, mean):
 
 
 @triton.jit
-def second_gradient(a, dp, delta, mean, w, zeros):
-    """What R is P times of, without dO · t_valueᵀ."""
-    r = zeros - w
-    if mean is not None:
-        r = dp * centred(a, mean) + r
-    if a is not None:
-        r -= delta * a
-    return r
+def second_gradient(dp, a, w, zeros):
+    """What R is P times of, without dO · t_valueᵀ; dp is dP − D' and a is A − a, both None where nothing moves the
+    scores."""
+    if a is None:
+        return zeros - w
+    else:
+        return dp * a - w
 
 
 @triton.jit
@@ -73,9 +72,9 @@ def second_through_cap(r, ds, x, z, C: tl.constexpr):
 
 @triton.jit
 def tangent_kernel(query, key, value, bias, sinks, key_start, key_end, query_segments, key_segments, mask,
-                   block_list, block_counts, output, lse, lse_tail, d_output, delta, t_query, t_key, t_value, t_bias,
-                   t_sinks, T, S, t_output, t_lse, row_term, C: tl.constexpr):
-    """t_output is None where only the columns are wanted; row_term, with d_output and delta, in forward mode."""
+                   block_list, block_counts, output, lse, lse_tail, d_output, t_query, t_key, t_value, t_bias, t_sinks,
+                   T, S, t_output, t_lse, row_term, C: tl.constexpr):
+    """t_output is None where only the columns are wanted; row_term, with d_output, in forward mode."""
     BLOCK_T: tl.constexpr = C.blocks.queries
     BLOCK_S: tl.constexpr = C.blocks.keys
     block, head, batch = tiles.query_program(T, S, C)
@@ -123,8 +122,7 @@ def tangent_kernel(query, key, value, bias, sinks, key_start, key_end, query_seg
     tiles.store_column(t_lse, C.layout.t_lse, batch, head, T, rows, mean)
     if row_term is not None:
         do = tiles.load_rows(d_output, C.layout.d_output, batch, head, t0, T, BLOCK_T, True)
-        row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
-        w = tl.sum(acc * do.to(tl.float32), 1, keep_dims=True) - mean * row_delta
+        w = tl.sum(acc * do.to(tl.float32), 1, keep_dims=True)
         tiles.store_column(row_term, C.layout.row_term, batch, head, T, rows, w)
 
 
@@ -162,10 +160,10 @@ def g_query_kernel(query, key, value, bias, key_start, key_end, query_segments, 
             x = tiles.capped(tiles.product(q, tl.trans(k), C), C)
             p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
             z = product_tangent(q, k, tq, tk, C)
-            dp = None if mean is None else tiles.product(do, tl.trans(v), C)
-            ds = None if mean is None else p * (dp - row_delta)
-            a = score_tangent(x, z, t_bias, at, rows, columns, C)
-            r = second_gradient(a, dp, row_delta, mean, w, tl.zeros(p.shape, tl.float32))
+            dp = None if mean is None else tiles.product(do, tl.trans(v), C) - row_delta
+            ds = None if mean is None else p * dp
+            a = centred(score_tangent(x, z, t_bias, at, rows, columns, C), mean)
+            r = second_gradient(dp, a, w, tl.zeros(p.shape, tl.float32))
             if tv is not None:
                 r = tiles.product(do, tl.trans(tv), C, r)
             gq = tiles.product(second_through_cap(p * r, ds, x, z, C), k, C, gq)
@@ -214,13 +212,13 @@ def g_key_value_kernel(query, key, value, bias, key_start, key_end, query_segmen
                 x = tiles.capped(tiles.product(k, tl.trans(q), C), C)
                 p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
                 z = product_tangent(k, q, tk, tq, C)
-                a = score_tangent(x, z, t_bias, at, rows, columns, C)
+                a = centred(score_tangent(x, z, t_bias, at, rows, columns, C), mean)
                 if g_value is not None:
-                    gv = tiles.product(p * centred(a, mean), do, C, gv)
+                    gv = tiles.product(p * a, do, C, gv)
                 if g_key is not None:
-                    dp = None if mean is None else tiles.product(v, tl.trans(do), C)
-                    ds = None if mean is None else p * (dp - row_delta)
-                    r = second_gradient(a, dp, row_delta, mean, w, tl.zeros(p.shape, tl.float32))
+                    dp = None if mean is None else tiles.product(v, tl.trans(do), C) - row_delta
+                    ds = None if mean is None else p * dp
+                    r = second_gradient(dp, a, w, tl.zeros(p.shape, tl.float32))
                     if tv is not None:
                         r = tiles.product(tv, tl.trans(do), C, r)
                     gk = tiles.product(second_through_cap(p * r, ds, x, z, C), q, C, gk)
@@ -267,9 +265,9 @@ def g_bias_kernel(query, key, value, bias, key_start, key_end, query_segments, k
             x = tiles.capped(tiles.product(q, tl.trans(k), C), C)
             p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, True)
             z = product_tangent(q, k, tq, tk, C)
-            dp = None if mean is None else tiles.product(do, tl.trans(v), C)
-            a = score_tangent(x, z, t_bias, at, rows, columns, C)
-            r = second_gradient(a, dp, row_delta, mean, w, tl.zeros(p.shape, tl.float32))
+            dp = None if mean is None else tiles.product(do, tl.trans(v), C) - row_delta
+            a = centred(score_tangent(x, z, t_bias, at, rows, columns, C), mean)
+            r = second_gradient(dp, a, w, tl.zeros(p.shape, tl.float32))
             if tv is not None:
                 r = tiles.product(do, tl.trans(tv), C, r)
             acc += p * r

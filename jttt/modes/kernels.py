@@ -279,7 +279,7 @@ def d_key_kernel(query, value, p, d_output, delta, T, S, d_key, C: tl.constexpr)
 
 
 @triton.jit
-def tangent_kernel(query, key, value, output, p, d_output, delta, t_query, t_key, t_value, T, S, mean, row_term,
+def tangent_kernel(query, key, value, output, p, d_output, t_query, t_key, t_value, T, S, mean, row_term,
                    t_output, C: tl.constexpr):
     block, head = program(tl.cdiv(T, C.queries), C.causal)
     t0 = block * C.queries
@@ -305,17 +305,16 @@ def tangent_kernel(query, key, value, output, p, d_output, delta, t_query, t_key
     do = load_rows(d_output, head, t0, T, C.E, C.queries).to(tl.float32)
     acc -= total[:, None] * o
     positions = t0 + tl.arange(0, C.queries)
-    w = tl.sum(acc * do, 1) - total * load_column(delta, head, T, positions)
     store_rows(t_output, head, t0, T, C.E, C.queries, acc)
     store_column(mean, head, T, positions, total)
-    store_column(row_term, head, T, positions, w)
+    store_column(row_term, head, T, positions, tl.sum(acc * do, 1))
 
 
 @triton.jit
 def score_gradients(p, a, dp, b, delta, mean, row_term):
     """(E, dS, R) of one tile; a is A, b is dO · t_valueᵀ."""
-    e = p * (a - mean)
-    return e, p * (dp - delta), dp * e + p * (b - row_term - delta * a)
+    e, ds = p * (a - mean), p * (dp - delta)
+    return e, ds, ds * (a - mean) + p * (b - row_term)
 
 
 @triton.jit

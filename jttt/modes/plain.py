@@ -11,7 +11,7 @@ Shapes, with M heads of the whole batch:
     delta, mean, row_term                    [M, T], float32 or wider
 
 The prefixes and formulas are those of `jttt/reference.py` and `jttt/DESIGN.md`, where `mean` is a and
-`row_term` w; here P is given, and D' is the row sum of P ∘ dP, which holds for the rounded P too.
+`row_term` ω; here P is given, and D' is the row sum of P ∘ dP, which holds for the rounded P too.
 """
 
 from __future__ import annotations
@@ -131,15 +131,14 @@ def d_key(spec: AttentionSpec, *, query, value, p, d_output, delta) -> Results:
     return dict(d_key=(spec.scale * _Products(spec, p.dtype).over_queries(ds, query)).astype(p.dtype))
 
 
-def tangent(spec: AttentionSpec, *, query, key, value, output, p, d_output, delta, t_query, t_key, t_value
-            ) -> Results:
+def tangent(spec: AttentionSpec, *, query, key, value, output, p, d_output, t_query, t_key, t_value) -> Results:
     multiply = _Products(spec, p.dtype)
     # The row sum is of the rounded numbers that meet value: they cancel against it in t_output.
-    pa = (p * _score_tangent(spec, query, key, t_query, t_key)).astype(p.dtype)
-    mean = jnp.sum(pa.astype(delta.dtype), axis=-1)
-    t_output = (multiply.over_keys(pa, value) + multiply.over_keys(p, t_value)
-                - mean[..., None] * output.astype(delta.dtype))
-    row_term = jnp.sum(d_output.astype(delta.dtype) * t_output, axis=-1) - mean * delta
+    a = _score_tangent(spec, query, key, t_query, t_key)
+    pa = (p * a).astype(p.dtype)
+    mean = jnp.sum(pa.astype(a.dtype), axis=-1)
+    t_output = multiply.over_keys(pa, value) + multiply.over_keys(p, t_value) - mean[..., None] * output.astype(a.dtype)
+    row_term = jnp.sum(d_output.astype(a.dtype) * t_output, axis=-1)
     return dict(t_output=t_output.astype(p.dtype), mean=mean, row_term=row_term)
 
 
@@ -179,6 +178,5 @@ def _second_score_gradients(spec, query, key, value, p, d_output, delta, mean, r
     multiply = _Products(spec, p.dtype)
     a = _score_tangent(spec, query, key, t_query, t_key)
     dp, b = multiply.over_width(d_output, value), multiply.over_width(d_output, t_value)
-    e = p * (a - mean[..., None])
-    r = dp * e + p * (b - row_term[..., None] - delta[..., None] * a)
-    return e, p * (dp - delta[..., None]), r
+    centred, ds = a - mean[..., None], p * (dp - delta[..., None])
+    return p * centred, ds, ds * centred + p * (b - row_term[..., None])

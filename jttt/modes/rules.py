@@ -118,10 +118,10 @@ _full_backward.defvjp(_full_backward_fwd, _full_backward_bwd)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _full_double_backward(spec, query, key, value, output, p, d_output, delta, t_query, t_key, t_value):
     """(g_query, g_key, g_value, t_output)"""
-    operands = dict(query=query, key=key, value=value, p=p, d_output=d_output, delta=delta,
+    operands = dict(query=query, key=key, value=value, p=p, d_output=d_output,
                     t_query=t_query, t_key=t_key, t_value=t_value)
     first = passes.run("tangent", spec, output=output, **operands)
-    operands |= dict(mean=first["mean"], row_term=first["row_term"])
+    operands |= dict(delta=delta, mean=first["mean"], row_term=first["row_term"])
     of_keys = passes.run("g_key_value", spec, **operands)
     return (passes.run("g_query", spec, **operands)["g_query"], of_keys["g_key"], of_keys["g_value"],
             first["t_output"])

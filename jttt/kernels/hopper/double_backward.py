@@ -27,9 +27,9 @@ def queue_tangent(left, right, t_left, t_right, zeros):
 
 @gluon.jit
 def tangent_hopper(query, key, value, bias, sinks, key_start, key_end, query_segments, key_segments, mask,
-                   block_list, block_counts, output, lse, lse_tail, d_output, delta, t_query, t_key, t_value, t_bias,
-                   t_sinks, T, S, t_output, t_lse, row_term, C: gl.constexpr):
-    """t_output is None where only the columns are wanted; row_term, with d_output and delta, in forward mode."""
+                   block_list, block_counts, output, lse, lse_tail, d_output, t_query, t_key, t_value, t_bias, t_sinks,
+                   T, S, t_output, t_lse, row_term, C: gl.constexpr):
+    """t_output is None where only the columns are wanted; row_term, with d_output, in forward mode."""
     BLOCK_T: gl.constexpr = C.blocks.queries
     BLOCK_S: gl.constexpr = C.blocks.keys
     STAGES: gl.constexpr = C.blocks.stages
@@ -101,8 +101,7 @@ def tangent_hopper(query, key, value, bias, sinks, key_start, key_end, query_seg
     tiles.store_column(t_lse, C.layout.t_lse, batch, head, T, rows, mean)
     if row_term is not None:
         do = stream.load_rows(d_output, C.layout.d_output, batch, head, t0, T, BLOCK_T, C).to(gl.float32)
-        row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
-        w = gl.sum(acc * do, 1)[:, None] - mean * row_delta
+        w = gl.sum(acc * do, 1)[:, None]
         tiles.store_column(row_term, C.layout.row_term, batch, head, T, rows, w)
 
 
@@ -157,16 +156,16 @@ def g_query_hopper(query, key, value, bias, key_start, key_end, query_segments, 
             b = stream.queue(do, tv, zeros)
             x = tiles.capped(stream.arrived(x, DP + TANGENTS + B), C)
             p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
-            dp = stream.arrived(dp, TANGENTS + B)
-            ds = None if mean is None else p * (dp - row_delta)
+            dp = None if mean is None else stream.arrived(dp, TANGENTS + B) - row_delta
+            ds = None if mean is None else p * dp
             if tk is not None:
                 gq = stream.accumulate(tiles.through_cap(ds, x, C), tk, gq, C.layout.query, C)
             z = stream.arrived(z, B + (0 if tk is None else 1))
             b = stream.arrived(b, 0 if tk is None else 1)
             if z is not None:
                 z = z * C.scale
-            a = score_tangent(x, z, t_bias, at, rows, columns, C)
-            r = second_gradient(a, dp, row_delta, mean, w, zeros)
+            a = centred(score_tangent(x, z, t_bias, at, rows, columns, C), mean)
+            r = second_gradient(dp, a, w, zeros)
             if b is not None:
                 r += b
             gq = stream.accumulate(second_through_cap(p * r, ds, x, z, C), k, gq, C.layout.query, C)
@@ -235,15 +234,15 @@ def g_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
                 z = stream.arrived(z, DP)
                 if z is not None:
                     z = z * C.scale
-                a = score_tangent(x, z, t_bias, at, rows, columns, C)
+                a = centred(score_tangent(x, z, t_bias, at, rows, columns, C), mean)
                 if g_value is not None:
-                    gv = stream.accumulate(p * centred(a, mean), do, gv, C.layout.value, C)
+                    gv = stream.accumulate(p * a, do, gv, C.layout.value, C)
                 if g_key is not None:
                     row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
                     w = tiles.load_column(row_term, C.layout.row_term, batch, head, T, rows)
-                    dp = stream.arrived(dp, 0 if g_value is None else 1)
-                    ds = None if mean is None else p * (dp - row_delta)
-                    r = second_gradient(a, dp, row_delta, mean, w, zeros)
+                    dp = None if mean is None else stream.arrived(dp, 0 if g_value is None else 1) - row_delta
+                    ds = None if mean is None else p * dp
+                    r = second_gradient(dp, a, w, zeros)
                     if tv is not None:
                         # Onto what is there already: registers for one more tile there are not.
                         r = warpgroup_mma(tv, do.permute((1, 0)), r, is_async=True)
