@@ -112,7 +112,8 @@ def compile_resources(planned: launch.Launch) -> tuple[int, int, int]:
     jax.eval_shape(describe, {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arguments.items()
                               if hasattr(x, "dtype")})
     return compile_kernel(planned.kernel, arguments, planned.outputs, planned.capability,
-                          dict(num_warps=planned.config.blocks.warps, num_stages=planned.pipelined_stages))
+                          dict(num_warps=planned.config.blocks.warps, num_stages=planned.pipelined_stages)
+                          | planned.options)
 
 
 def compile_kernel(kernel: Any, arguments: dict[str, Any], outputs: dict[str, Any], capability: int,
@@ -179,6 +180,7 @@ def write(rows: dict[tuple[int, str, int, int], Blocks], path: Path = Path(block
             if cut:
                 numbers = [str(cut.queries), str(cut.keys), str(cut.warps), str(cut.stages)]
                 numbers += [f"spilled={cut.spilled}"] if cut.spilled else []
+                numbers += [f"most_registers={cut.most_registers}"] if cut.most_registers else []
                 line = f"{row[0]}Blocks({', '.join(numbers)}),\n"
         lines.append(line)
     harness.save_text(path, "".join(lines))

@@ -88,11 +88,14 @@ def candidates(problem: Problem) -> list[Blocks]:
 
 
 def _hopper_candidates(problem: Problem) -> list[Blocks]:
-    """Sixteen of the rows that stay to each warp, as Hopper's products have them; stages are buffers."""
+    """Sixteen of the rows that stay to each warp, as Hopper's products have them; stages are buffers. With 168
+    registers three programs share a multiprocessor, if its shared memory has room for them."""
     found = []
     for (resident, warps), streamed, stages in itertools.product(((64, 4), (128, 8)), (32, 64, 128), (1, 2, 3)):
         queries, keys = (streamed, resident) if "key_value" in problem.kernel else (resident, streamed)
         found.append(Blocks(queries, keys, warps, stages))
+        if warps == 4 and stages < 3 and streamed < 128:
+            found.append(dataclasses.replace(found[-1], most_registers=168))
     return found
 
 
@@ -226,7 +229,8 @@ def tune(problem: Problem, expected: bytes, compiled: list[Any], spill: int, kee
     for x in timed[:keep]:
         print(f"{x['kernel']:20} {x['width']:4} {x['queries']:4}×{x['keys']:<4} warps {x['warps']} "
               f"stages {x['stages']} {x['milliseconds']:8.3f} ms {x['tflops']:6.0f} TFLOP/s  "
-              f"{x['registers']} registers, {x['spilled']} spilled, {x['shared']} shared", flush=True)
+              f"{x['registers']} registers{' at most' if x['most_registers'] else ''}, {x['spilled']} spilled, "
+              f"{x['shared']} shared", flush=True)
     return rows
 
 
@@ -239,7 +243,7 @@ def write(rows: list[dict[str, Any]], capability: int, path: Path = Path(blocks.
         best.setdefault((capability, row["kernel"], row["width"], jnp.dtype(row["dtype"]).itemsize), row)
     cuts = {}
     for key, row in best.items():
-        cut = Blocks(row["queries"], row["keys"], row["warps"], row["stages"])
+        cut = Blocks(row["queries"], row["keys"], row["warps"], row["stages"], most_registers=row["most_registers"])
         # What it spills on the problem on which a test looks at that.
         planned = resources.launch_of(row["kernel"], row["width"], jnp.dtype(row["dtype"]), capability, cut=cut)
         cuts[key] = dataclasses.replace(cut, spilled=resources.compile_resources(planned)[1])

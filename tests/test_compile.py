@@ -75,7 +75,7 @@ def test_rows_are_written_in_their_places(tmp_path):
     rows = {(capability, *row): cut for capability, table in blocks.TABLE.items() for row, cut in table.items()}
     resources.write(rows, path)
     assert path.read_text() == Path(blocks.__file__).read_text()
-    new = {(90, "d_query_hopper", 64, 2): Blocks(128, 32, 8, 3, spilled=4),
+    new = {(90, "d_query_hopper", 64, 2): Blocks(128, 32, 8, 3, spilled=4, most_registers=168),
            (80, "d_query_kernel", 64, 4): Blocks(1, 2, 3, 4)}
     resources.write(new, path)
     written = {}
@@ -90,7 +90,7 @@ def test_what_runs_on_hopper_is_tuned_there():
         assert tune.kernels_for(width, dtype, capability) == list(hopper.KERNELS)
     for kernel, resident in (("g_query_hopper", "queries"), ("g_key_value_hopper", "keys")):
         cuts = tune.candidates(tune.Problem(kernel, 128, "bfloat16", 1, 2, 256, True, 90))
-        assert len(cuts) == len(set(cuts)) == 18
+        assert len(cuts) == len(set(cuts)) == 22
         assert all(getattr(cut, resident) == 16 * cut.warps for cut in cuts)
 
 
@@ -115,10 +115,10 @@ def test_the_fastest_is_written(monkeypatch):
     written = {}
     monkeypatch.setattr(resources, "write", lambda rows, path: written.update(rows))
     monkeypatch.setattr(resources, "compile_resources", lambda planned: (255, planned.config.blocks.queries // 8, 0))
-    row = dict(kernel="forward_hopper", width=64, dtype="bfloat16", keys=32, warps=4, stages=2)
+    row = dict(kernel="forward_hopper", width=64, dtype="bfloat16", keys=32, warps=4, stages=2, most_registers=168)
     tune.write([row | dict(queries=64, milliseconds=2.0), row | dict(queries=128, milliseconds=1.0),
                 row | dict(queries=32, milliseconds=None)], 90)
-    assert written == {(90, "forward_hopper", 64, 2): Blocks(128, 32, 4, 2, spilled=16)}
+    assert written == {(90, "forward_hopper", 64, 2): Blocks(128, 32, 4, 2, spilled=16, most_registers=168)}
 
 
 @pytest.mark.parametrize("capability", blocks.TABLE)
@@ -139,3 +139,17 @@ def test_the_nearest_row_is_chosen(monkeypatch):
     for capability, warps in ((75, 4), (80, 4), (89, 4), (90, 8), (100, 8), (120, 4)):
         assert blocks.choose("kernel", 64, 2, capability) == Blocks(64, 64, warps, 1)
         assert blocks.choose("kernel", 65, 2, capability) == Blocks(128, 128, warps, 1)
+
+
+@pytest.mark.slow
+def test_a_limit_of_registers_reaches_the_compiler():
+    taken = json.loads(python("-c", """
+import json
+import jax.numpy as jnp
+from benchmarks import resources
+from jttt.kernels.config import Blocks
+cuts = [Blocks(32, 64, 4, 2, most_registers=most) for most in (None, 168)]
+print(json.dumps([resources.compile_resources(resources.launch_of(
+    "g_key_value_hopper", 64, jnp.bfloat16, 90, cut=cut)) for cut in cuts]))
+""").splitlines()[0])
+    assert taken[0][0] > 168 >= taken[1][0]

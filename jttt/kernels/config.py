@@ -35,14 +35,16 @@ class Layout:
 @dataclasses.dataclass(frozen=True)
 class Blocks:
     """How a kernel cuts its work: rows of queries and of keys in a tile, warps in a program, and
-    stages of the software pipeline that loads the streamed tiles. `spilled` is how many bytes of
-    registers a thread may spill when compiled so."""
+    stages of the software pipeline that loads the streamed tiles. `most_registers` of a thread, if given, lets
+    more programs share a multiprocessor than the compiler would. `spilled` is how many bytes of registers a
+    thread may spill when compiled so."""
 
     queries: int
     keys: int
     warps: int
     stages: int
     spilled: int = 0
+    most_registers: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

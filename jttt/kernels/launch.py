@@ -76,6 +76,12 @@ class Launch:
         return 0 if hopper.is_hopper(self.kernel) else self.config.blocks.stages
 
     @property
+    def options(self) -> dict[str, int]:
+        """What else the compiler is told."""
+        most = self.config.blocks.most_registers
+        return {} if most is None else {"maxnreg": most}
+
+    @property
     def grid(self) -> tuple[int, int]:
         return self.programs, self.config.shares
 
@@ -210,6 +216,6 @@ def call(launch: Launch) -> dict[str, jax.Array]:
     results = jax_triton.triton_call(
         **hopper.described(launch.kernel, launch.arguments), kernel=launch.kernel,
         out_type=tuple(launch.outputs.values()), grid=launch.grid, name=f"jttt_{name}", num_warps=cut.warps,
-        num_stages=launch.pipelined_stages, compute_capability=launch.capability,
+        num_stages=launch.pipelined_stages, compute_capability=launch.capability, backend_options=launch.options,
         cost_estimate=cost.estimate(name, arrays, launch.config.band, cut, launch.batch))
     return dict(zip(launch.outputs, results, strict=True))
