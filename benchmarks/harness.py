@@ -55,14 +55,16 @@ def measure(
     iters: int,
     warmup: int,
     repeats: int,
+    look: Callable[[Any], Any] = jax.block_until_ready,
 ) -> Measurement:
-    """Compiles `function` and times it; running out of memory is a result, not an error."""
+    """Compiles `function` and times it; running out of memory is a result, not an error. `look` sees what the first
+    launch computes."""
     temporary_bytes = None
     try:
         start = time.perf_counter()
         compiled = jax.jit(function).lower(*input_sets[0]).compile()
         temporary_bytes = compiled.memory_analysis().temp_size_in_bytes
-        jax.block_until_ready(compiled(*input_sets[0]))
+        look(compiled(*input_sets[0]))
         first_call_seconds = time.perf_counter() - start
         times = time_launches(compiled, input_sets, iters=iters, warmup=warmup, repeats=repeats)
     except jax.errors.JaxRuntimeError as error:

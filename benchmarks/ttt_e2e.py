@@ -12,7 +12,7 @@ each chunk's state kept and its inner step recomputed (checkpoint_every=1).
   step      T=8192, batch 4. "jttt" has jttt.chunk_attention in the chunks; "xla" has there what the
             authors' code has: chunk and cache concatenated, scores [chunk, window + chunk] stored, a dense mask,
             softmax in float32, through JAX's own autodiff. All else is the same, jttt's attention in the lower
-            blocks included.
+            blocks included; so are the loss and the norm of the gradient, up to rounding.
   long      T=32768 and T=131072, batch 1, jttt.
   reading   milliseconds per token to prefill (learning from each chunk) and to decode, after 8192 to 131072 tokens
 
@@ -41,7 +41,7 @@ import numpy as np
 import jttt
 from benchmarks import harness
 from benchmarks.harness import Record
-from examples.ttt_e2e import model, reading
+from examples.ttt_e2e import model, reading, train
 
 PAPER = model.Config(layers=12, width=768, heads=12, hidden=1664, vocabulary=32000, sequence=8192, chunk=1024,
                      window=8192)
@@ -82,22 +82,28 @@ def shrunk(config: model.Config, scale: int) -> model.Config:
 
 
 def measure_step(flags: argparse.Namespace, sequence: int, batch: int, attention: str) -> Iterator[Record]:
-    """Time and memory of the gradient of one training step."""
+    """Time and memory of the gradient of one training step, its loss and its norm."""
     config = shrunk(dataclasses.replace(PAPER, sequence=sequence), flags.scale)
     weights = model.init_weights(config, flags.seed)
     tokens = np.random.default_rng(flags.seed).integers(config.vocabulary, size=(batch, config.sequence + 1))
+    found = {"loss": None, "gradient_norm": None, "tokens_per_second": None}
 
-    def loss(weights: model.Weights, tokens: jax.Array) -> jax.Array:
-        return jnp.mean(model.batch_losses(weights, tokens, config, attend_chunk=ATTENTIONS[attention]))
+    def step(weights: model.Weights, tokens: jax.Array) -> tuple[jax.Array, model.Weights, jax.Array]:
+        def loss(weights: model.Weights) -> jax.Array:
+            return jnp.mean(model.batch_losses(weights, tokens, config, attend_chunk=ATTENTIONS[attention]))
 
-    measured = harness.measure(jax.value_and_grad(loss), [(weights, jnp.asarray(tokens, jnp.int32))],
-                               iters=flags.iters, warmup=flags.warmup, repeats=flags.repeats)
-    tokens_per_second = None
+        value, gradient = jax.value_and_grad(loss)(weights)
+        return value, gradient, train.norm(gradient)
+
+    def look(outputs: tuple[jax.Array, model.Weights, jax.Array]) -> None:
+        found.update(loss=float(outputs[0]), gradient_norm=float(outputs[2]))
+
+    measured = harness.measure(step, [(weights, jnp.asarray(tokens, jnp.int32))], iters=flags.iters,
+                               warmup=flags.warmup, repeats=flags.repeats, look=look)
     if measured.milliseconds:
-        tokens_per_second = batch * config.sequence / measured.milliseconds * 1e3
+        found["tokens_per_second"] = batch * config.sequence / measured.milliseconds * 1e3
     yield {"attention": attention, "sequence": config.sequence, "batch": batch,
-           "weights": model.parameter_count(weights), "peak_bytes": peak_bytes(),
-           "tokens_per_second": tokens_per_second} | dataclasses.asdict(measured)
+           "weights": model.parameter_count(weights), "peak_bytes": peak_bytes()} | found | dataclasses.asdict(measured)
 
 
 def measure_reading(flags: argparse.Namespace) -> Iterator[Record]:
@@ -208,8 +214,10 @@ def print_report(report: Record) -> None:
     print(f"\n{report['device']}, {report['date']}\n{versions}\n{report['command']}\n")
     if report["steps"]:
         print(harness.format_table(
-            ("T", "batch", "attention", "ms", "spread", "tokens/s", "peak", "temporary", "first call"),
+            ("T", "batch", "attention", "loss", "gradient", "ms", "spread", "tokens/s", "peak", "temporary",
+             "first call"),
             [(str(row["sequence"]), str(row["batch"]), row["attention"],
+              harness.format_number(row["loss"], ".5f"), harness.format_number(row["gradient_norm"], ".4f"),
               row["failure"] or f"{row['milliseconds']:.1f}", "" if row["failure"] else f"{row['spread']:.1f}",
               "" if row["failure"] else f"{row['tokens_per_second']:,.0f}", harness.format_bytes(row["peak_bytes"]),
               harness.format_bytes(row["temporary_bytes"]),

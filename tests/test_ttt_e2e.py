@@ -152,8 +152,10 @@ def test_the_benchmarks_cells_run():
     flags = benchmark.build_parser().parse_args(["--scale", "256", "--iters", "1", "--repeats", "1"])
     cells = [cell for part in flags.parts for cell in benchmark.cells_of(part)]
     assert cells == ["8192-4-jttt", "8192-4-xla", "32768-1-jttt", "131072-1-jttt", "reading"]
-    step, = benchmark.run_cell(flags, "8192-4-xla")
+    ours, step = (next(benchmark.run_cell(flags, f"8192-4-{attention}")) for attention in ("jttt", "xla"))
     assert (step["attention"], step["sequence"], step["batch"], step["failure"]) == ("xla", 32, 4, None)
+    for found in ("loss", "gradient_norm"):
+        np.testing.assert_allclose(step[found], ours[found], rtol=1e-5)
     lengths = list(benchmark.run_cell(flags, "reading"))
     assert [row["tokens"] for row in lengths] == [32, 64, 128, 256, 512]
     table = harness.describe_run("benchmarks.ttt_e2e", [], jax.devices()[0]) | {"steps": [step], "reading": lengths}
