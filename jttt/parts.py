@@ -39,9 +39,7 @@ _WITHOUT_HEADS = ("key_start", "key_end", "query_segments", "key_segments")
 def run(run_pass: Callable[..., Arrays], name: str, spec: AttentionSpec, operands: Arrays, wanted: Sequence[str]
         ) -> Arrays:
     """Runs pass `name` over the keys of all devices of `spec.ring`; otherwise as `passes.run`, which is `run_pass`."""
-    key = operands["key"]
-    heads = key.shape[-2]
-    rounds = max(count for count in range(1, heads + 1) if heads % count == 0 and count <= max(1, key.nbytes // _ROUND))
+    key, rounds = operands["key"], _rounds(operands["key"])
     of_round = functools.partial(_one_round, run_pass, name, spec, wanted=wanted)
     if rounds == 1:
         return of_round(operands)
@@ -60,6 +58,15 @@ def run(run_pass: Callable[..., Arrays], name: str, spec: AttentionSpec, operand
         return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
 
     return jax.lax.fori_loop(0, rounds, put, jax.tree.map(empty, jax.eval_shape(some, 0)))
+
+
+def _rounds(key: jax.Array) -> int:
+    """How many rounds keys go, a divisor of their heads."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if any(size > 1 for name, size in mesh.shape.items() if name not in mesh.manual_axes):
+        return 1  # Heads may lie on different devices, and which do is not to be seen here.
+    heads, most = key.shape[-2], max(1, key.nbytes // _ROUND)
+    return max(count for count in range(1, heads + 1) if heads % count == 0 and count <= most)
 
 
 def _one_round(run_pass: Callable[..., Arrays], name: str, spec: AttentionSpec, operands: Arrays,

@@ -96,6 +96,22 @@ def test_heads_that_go_round_one_after_the_other(count, layout, float64, monkeyp
     assert set(collectives) == {"collective-permute"}
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_all_heads_go_at_once_where_others_may_be_elsewhere(kind, monkeypatch):
+    """In a `jax.shard_map` over some axes of a mesh, the other one dividing heads."""
+    arrays, _ = PROBLEM.draw(np.float32)
+    expected = jttt.dot_product_attention(*arrays, is_causal=True)
+    monkeypatch.setattr(parts, "_ROUND", 1)
+    mesh = jax.make_mesh((2, 2), ("model", "seq"), axis_types=(kind, kind), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, jax.NamedSharding(mesh, P(None, "seq", "model"))) for x in arrays]
+        mapped = jax.shard_map(functools.partial(jttt.ring_attention, axis_name="seq", is_causal=True),
+                               in_specs=SEQUENCE, out_specs=SEQUENCE, axis_names={"seq"})
+        results, collectives = devices.compiled(mapped, *placed)
+    np.testing.assert_allclose(results, expected, atol=1e-5)
+    assert set(collectives) == {"collective-permute"}
+
+
 @pytest.mark.parametrize("order", [0, 1, 2])
 def test_memory_of_many_keys_is_that_of_some_heads(order, monkeypatch):
     at_once, apart = [], []
