@@ -19,6 +19,7 @@ Inputs = tuple[Array, Array, Array]
 
 # Several times the largest L2 cache of a current GPU (50 MiB on an H200, 126 MiB on a B200).
 _ROTATION_BYTES = 2**28
+_CACHE_BYTES = 50 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,11 +94,12 @@ def rotation(case: Case) -> int:
 def sets_beyond_cache(set_bytes: int) -> int:
     """How many sets of inputs of a size are more than a cache holds, two at least.
 
-    Two also where even 64 would fit in a cache: such launches' time is latency, not memory, and XLA records
-    the launches of a program as a CUDA graph anew for addresses that it has not met lately.
+    At most 64; but two where even these would fit in an H200's cache: such launches' time is latency, not memory,
+    and XLA records the launches of a program as a CUDA graph anew for addresses that it has not met lately.
     """
-    count = math.ceil(_ROTATION_BYTES / set_bytes)
-    return count if 2 < count <= 64 else 2
+    if 64 * set_bytes <= _CACHE_BYTES:
+        return 2
+    return min(max(2, math.ceil(_ROTATION_BYTES / set_bytes)), 64)
 
 
 def _triton(query: Array, key: Array, value: Array, *, causal: bool) -> Array:

@@ -148,17 +148,17 @@ def automatic(function: Callable[..., dict[str, jax.Array]], results_like: dict[
 def mesh_to_divide(context: Any, is_opaque: bool) -> tuple[Mesh | None, bool]:
     """The devices over which the compiler may divide what is lowered in `context`, and whether they can communicate.
 
-    None inside a `jax.shard_map` over all axes, where each device has its part already; where no sharding names the
-    axes of a mesh; and in a program for export, which could not call back here. The operands of what `is_opaque` to
-    the compiler are then gathered. Under a `jax.shard_map` over some axes the others are divided, but collectives
-    would not know the numbers of their devices.
+    None inside a `jax.shard_map` over all axes that divide anything, where each device has its part already; where no
+    sharding names the axes of a mesh; and in a program for export, which could not call back here. The operands of
+    what `is_opaque` to the compiler are then gathered. Under a `jax.shard_map` over some axes the others are divided,
+    but collectives would not know the numbers of their devices.
     """
     devices = context.axis_context
     if isinstance(devices, SPMDAxisContext):
         manual = [name in devices.manual_axes for name in devices.mesh.axis_names]
         names = [name for name, is_manual in zip(devices.mesh.axis_names, manual, strict=True) if not is_manual]
         rest = devices.mesh.devices[tuple(0 if is_manual else slice(None) for is_manual in manual)]
-        mesh = Mesh(rest, names) if names else None
+        mesh = Mesh(rest, names) if names and rest.size > 1 else None
         communicates = False
     elif devices.num_devices == 1:
         return None, False

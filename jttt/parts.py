@@ -29,7 +29,7 @@ _OF_KEYS = ("key", "value", "key_segments")
 _COLUMNS = ("lse", "t_lse", "row_term")
 
 
-# Keys of this many bytes take long enough, in kernels and between devices, to be worth a round of their own.
+# Keys of this many bytes or more take long enough, in kernels and between devices, to be worth a round of their own.
 _ROUND = 2**25
 
 # Operands without an axis of heads, which is the last but one of all others.
@@ -63,7 +63,7 @@ def run(run_pass: Callable[..., Arrays], name: str, spec: AttentionSpec, operand
 def _rounds(key: jax.Array) -> int:
     """How many rounds keys go, a divisor of their heads."""
     mesh = jax.sharding.get_abstract_mesh()
-    if any(size > 1 for name, size in mesh.shape.items() if name not in mesh.manual_axes):
+    if set(mesh.axis_names) > set(mesh.manual_axes):
         return 1  # Heads may lie on different devices, and which do is not to be seen here.
     heads, most = key.shape[-2], max(1, key.nbytes // _ROUND)
     return max(count for count in range(1, heads + 1) if heads % count == 0 and count <= most)

@@ -48,8 +48,9 @@ class _Attention:
     def __init__(self, spec: AttentionSpec, query: jax.Array, key: jax.Array, bias: jax.Array | None,
                  hidden: masks.Arrays):
         if spec.ring is not None:
-            raise NotImplementedError("ring_attention was differentiated beyond order two, or twice in forward mode: "
-                                      "expected at most what its passes over devices compute")
+            raise NotImplementedError(
+                "ring_attention was differentiated beyond what its passes over devices compute: expected a gradient, "
+                "a gradient of a gradient, jax.jvp, or jax.jvp of a gradient")
         self.scale = spec.scale
         self.soft_cap = spec.soft_cap
         self.dtype = query.dtype

@@ -44,7 +44,9 @@ def ring_attention(
 
     Keys and values go round the devices of a mesh axis while each of them keeps its queries; no device
     ever has the keys of more than two. So at orders zero, one and two a device needs the memory of its
-    own part, however many devices there are, and the results are those of the whole sequence.
+    own part, however many devices there are, and the results are those of the whole sequence. Where a device
+    has more than 32 MiB of keys, some heads go round after the others, unless other axes of the mesh are left
+    to the compiler.
 
         def local(query, key, value):                                    # [B, T / devices, N, H]
             return jttt.ring_attention(query, key, value, axis_name="seq", is_causal=True, layout="zigzag")
@@ -78,8 +80,8 @@ def ring_attention(
       This device's part of the output, `[B, T, N, E]` in query's dtype, and with return_residual of the
       log-sum-exp, `[B, T, N]`.
 
-    Differentiable: query, key, value and scale, twice in reverse mode, or once in forward mode over
-    that. Orders beyond raise NotImplementedError.
+    Differentiable: query, key, value and scale: a gradient, a gradient of a gradient, jax.jvp, and
+    jax.jvp of a gradient. Anything else raises NotImplementedError.
 
     Raises:
       ValueError, TypeError: as `dot_product_attention`; an axis_name that no surrounding `jax.shard_map`

@@ -402,7 +402,8 @@ def test_inputs_rotate_over_different_sets() -> None:
     np.testing.assert_array_equal(sets[5][1], again[5][1])
 
 
-@pytest.mark.parametrize(("set_bytes", "sets"), [(2**30, 2), (2**27, 2), (2**26, 4), (2**22, 64), (2**22 - 1, 2)])
+@pytest.mark.parametrize(("set_bytes", "sets"), [
+    (2**30, 2), (2**27, 2), (2**26, 4), (2**22, 64), (2**20, 64), (50 * 2**14, 2)])
 def test_sets_are_more_than_a_cache_holds_or_two(set_bytes: int, sets: int) -> None:
     assert workload.sets_beyond_cache(set_bytes) == sets
 

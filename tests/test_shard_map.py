@@ -55,6 +55,18 @@ def test_each_order_is_that_of_the_whole(order, check_vma):
 
 
 @ORDERS
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_axes_of_size_one_that_are_left_to_the_compiler(order, kind):
+    mesh = jax.make_mesh((1, 4), ("data", "model"), axis_types=(kind, kind), devices=jax.devices()[:4])
+    spec = P(None, None, "model")
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, jax.NamedSharding(mesh, P("data", None, "model"))) for x in draw()]
+        mapped = jax.shard_map(order, in_specs=spec, out_specs=spec, axis_names={"model"})
+        results, _ = devices.compiled(mapped, *placed)
+    assert_same(results, jax.jit(order)(*draw()))
+
+
+@ORDERS
 def test_axes_that_are_left_to_the_compiler_are_divided(order):
     """Manual over the batch, automatic over heads: still no communication."""
     mesh = devices.mesh(data=2, model=4)
