@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from jttt.spec import AttentionSpec, Ring, kind
+from jttt.spec import PER_POSITION, AttentionSpec, Ring, kind
 
 Arrays = dict[str, jax.Array]
 
@@ -28,12 +28,8 @@ _OF_KEYS = ("key", "value", "key_segments")
 # Results that are not of the inputs' dtype.
 _COLUMNS = ("lse", "t_lse", "row_term")
 
-
 # Keys of this many bytes or more take long enough, in kernels and between devices, to be worth a round of their own.
 _ROUND = 2**25
-
-# Operands without an axis of heads, which is the last but one of all others.
-_WITHOUT_HEADS = ("key_start", "key_end", "query_segments", "key_segments")
 
 
 def run(run_pass: Callable[..., Arrays], name: str, spec: AttentionSpec, operands: Arrays, wanted: Sequence[str]
@@ -44,8 +40,9 @@ def run(run_pass: Callable[..., Arrays], name: str, spec: AttentionSpec, operand
     if rounds == 1:
         return of_round(operands)
 
+    # Heads lie along the last axis but one of whatever has them.
     def some(i: jax.Array) -> Arrays:
-        return of_round({array: x if array in _WITHOUT_HEADS else jax.lax.dynamic_slice_in_dim(
+        return of_round({array: x if array in PER_POSITION else jax.lax.dynamic_slice_in_dim(
             x, i * (x.shape[-2] // rounds), x.shape[-2] // rounds, axis=-2) for array, x in operands.items()})
 
     def put(i: jax.Array, results: Arrays) -> Arrays:

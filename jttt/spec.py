@@ -91,6 +91,10 @@ class AttentionSpec:
     ring: Ring | None = None
 
 
+# Arrays with a number for each position of a sequence, the same for all heads.
+PER_POSITION = ("key_start", "key_end", "query_segments", "key_segments")
+
+
 def kind(array: str) -> str:
     """query of t_query, d_query and g_query, and so on: the name that tells an array's axes."""
     return array[2:] if array[:2] in ("d_", "t_", "g_") else array

@@ -227,7 +227,7 @@ class Machine:
             load=_load, store=_store, sum=_sum, max=lambda x, axis: tile(np.max(x, axis)),
             exp2=np.exp2, log2=np.log2, maximum=np.maximum, minimum=np.minimum,
             where=_where,
-            cdiv=lambda x, y: -(-x // y), static_range=range, constexpr=lambda x: x, trans=np.transpose,
+            cdiv=lambda x, y: -(-x // y), static_range=range, constexpr=lambda x: x,
             float32=np.float32, int32=np.int32, int64=np.int64,
             allocate_shared_memory=self.allocate, convert_layout=lambda x, layout: x,
             NVMMADistributedLayout=lambda **_: None, SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None)

@@ -25,7 +25,7 @@ import triton
 from jttt import masks, parts
 from jttt.kernels import backward, blocks, cost, double_backward, forward, hopper, interpreter
 from jttt.kernels.config import ArrayLayouts, Blocks, KernelConfig, Layout
-from jttt.spec import AttentionSpec, Band, kind
+from jttt.spec import PER_POSITION, AttentionSpec, Band, kind
 
 # {pass: [(kernel, what one program has a block of, its outputs)]}
 KERNELS: dict[str, list[tuple[Any, str, tuple[str, ...]]]] = {
@@ -40,7 +40,6 @@ KERNELS: dict[str, list[tuple[Any, str, tuple[str, ...]]]] = {
 }
 
 _PER_ROW = ("lse", "lse_tail", "delta", "row_term")
-_PER_POSITION = ("key_start", "key_end", "query_segments", "key_segments")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +185,7 @@ def _layout(array: str, shape: tuple[int, ...], batch: tuple[int, ...]) -> Layou
         return Layout(heads, rows=rows > 1, columns=columns > 1, batch=own_batch)
     if like in ("block_list", "block_counts", "tile_status"):
         return Layout(shape[-3], batch=own_batch)
-    if like in _PER_POSITION:
+    if like in PER_POSITION:
         return Layout(1, batch=own_batch)
     if like == "sinks":
         return Layout(shape[-1], batch=own_batch)

@@ -313,8 +313,8 @@ def tangent_kernel(query, key, value, output, p, d_output, t_query, t_key, t_val
 @triton.jit
 def score_gradients(p, a, dp, b, delta, mean, row_term):
     """(E, dS, R) of one tile; a is A, b is dO · t_valueᵀ."""
-    e, ds = p * (a - mean), p * (dp - delta)
-    return e, ds, ds * (a - mean) + p * (b - row_term)
+    centred, ds = a - mean, p * (dp - delta)
+    return p * centred, ds, ds * centred + p * (b - row_term)
 
 
 @triton.jit
