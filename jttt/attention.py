@@ -88,8 +88,9 @@ def dot_product_attention(
         (arXiv 2309.17453).
       implementation: "triton" runs the kernels, "xla" plain JAX formulas that store T×S scores.
         None takes the kernels when the computation is lowered for an NVIDIA GPU of compute
-        capability 8.0 or newer, and the plain formulas elsewhere. "triton" runs on a CPU, slowly,
-        if TRITON_INTERPRET=1 is in the environment (float16 and float32).
+        capability 8.0 or newer and has more than 2²⁰ scores (B · N · T · S, vmap's axes included),
+        and the plain formulas elsewhere. "triton" runs on a CPU, slowly, if TRITON_INTERPRET=1 is
+        in the environment (float16 and float32).
       return_residual: also return the log-sum-exp of each row of scores.
 
     Float32 products are accurate to float32 (three TF32 products on the tensor cores). Inside

@@ -11,6 +11,7 @@ several devices each do of a pass is in `partition.py`.
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Sequence, Set
 
@@ -146,9 +147,20 @@ def takes_kernels(ctx: mlir.LoweringRuleContext, implementation: Implementation 
     return takes
 
 
-def _lower(ctx: mlir.LoweringRuleContext, *args, spec: AttentionSpec, **params):
-    rule = _with_kernels if takes_kernels(ctx, spec.implementation) else _with_reference
-    return _lower_rule(ctx, rule, *args, spec=spec, **params)
+# Up to so many scores, over batch and heads, launching six kernels takes longer than XLA's fused loops and few products
+# do, and the scores are small change. "Small shapes" in benchmarks/NOTES.md has the times.
+FEW_SCORES = 2**20
+
+
+def _has_few_scores(operands: dict[str, jax.core.ShapedArray]) -> bool:
+    (T, N, _), S = operands["query"].shape[-3:], operands["key"].shape[-3]
+    return math.prod(_batch_shape(operands)) * N * T * S <= FEW_SCORES
+
+
+def _lower(ctx: mlir.LoweringRuleContext, *args, spec: AttentionSpec, operands: tuple[str, ...], **params):
+    few = spec.implementation is None and _has_few_scores(dict(zip(operands, ctx.avals_in, strict=True)))
+    rule = _with_kernels if not few and takes_kernels(ctx, spec.implementation) else _with_reference
+    return _lower_rule(ctx, rule, *args, spec=spec, operands=operands, **params)
 
 
 def _lower_rule(ctx: mlir.LoweringRuleContext, rule, *args, **params):

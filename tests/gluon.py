@@ -70,6 +70,7 @@ def run(kernel: Any, grid: tuple[int, int], arguments: dict[str, Any], outputs: 
     lack. `described` names the arrays that reach it as tensor descriptors.
     """
     machine = Machine()
+    machine.threads = 32 * arguments["C"].blocks.warps
     made = {name: np.full(x.shape, np.nan, x.dtype) for name, x in outputs.items()}
 
     def passed(name: str, x: Any) -> Any:
@@ -170,13 +171,13 @@ class Shared:
 
 
 class Barrier:
-    """A barrier that counts the bytes of what arrives."""
+    """A barrier that counts the bytes of what arrives, from the copy engine (count 1) or from every thread."""
 
     def __init__(self) -> None:
-        self.initialised, self.phase, self.expected, self.on_its_way = False, 0, None, []
+        self.count, self.phase, self.expected, self.on_its_way = None, 0, None, []
 
     def expect(self, size: int) -> None:
-        assert self.initialised and self.expected is None, "a barrier was armed twice"
+        assert self.count and self.expected is None, "a barrier was armed twice"
         self.expected = size
 
     def wait(self, parity: int) -> None:
@@ -218,7 +219,8 @@ class Machine:
     """One multiprocessor, and the modules of the kernels as they run on it."""
 
     def __init__(self) -> None:
-        self.program, self.grid, self.queued, self.barriers, self.modules = (0, 0), (1, 1), [], [], {}
+        self.program, self.grid, self.threads = (0, 0), (1, 1), 0
+        self.queued, self.copies, self.barriers, self.modules = [], [], [], {}
         language = types.SimpleNamespace(
             arange=lambda begin, end, layout=None: tile(np.arange(begin, end, dtype=np.int32)),
             zeros=lambda shape, dtype, layout=None: tile(np.zeros(shape, dtype)),
@@ -230,15 +232,19 @@ class Machine:
             cdiv=lambda x, y: -(-x // y), static_range=range, constexpr=lambda x: x,
             float32=np.float32, int32=np.int32, int64=np.int64,
             allocate_shared_memory=self.allocate, convert_layout=lambda x, layout: x,
-            NVMMADistributedLayout=lambda **_: None, SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None)
+            NVMMADistributedLayout=lambda **_: None, SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None,
+            BlockedLayout=lambda *_: None, SwizzledSharedLayout=lambda *_: None,
+            num_warps=lambda: self.threads // 32, barrier=lambda: None)
         hopper = types.SimpleNamespace(
             warpgroup_mma=self.queue, warpgroup_mma_wait=self.wait, fence_async_shared=lambda: None,
             mbarrier=types.SimpleNamespace(
                 MBarrierLayout=lambda: None, init=self.initialise,
                 expect=lambda barrier, size, pred: barrier.expect(size) if pred else None,
-                wait=lambda barrier, parity, pred: barrier.wait(int(parity)) if pred else None),
+                wait=lambda barrier, parity, pred=True: barrier.wait(int(parity)) if pred else None),
             tma=types.SimpleNamespace(async_load=self.bring))
-        language.nvidia = types.SimpleNamespace(hopper=hopper)
+        ampere = types.SimpleNamespace(async_copy=types.SimpleNamespace(
+            async_load=self.copy, mbarrier_arrive=self.arrive))
+        language.nvidia = types.SimpleNamespace(hopper=hopper, ampere=ampere)
         gluon = types.SimpleNamespace(jit=lambda function: function, language=language)
         self.triton = types.SimpleNamespace(
             jit=lambda function: function, constexpr_function=lambda function: function, language=language,
@@ -276,14 +282,23 @@ class Machine:
         return Shared(np.full(shape, np.nan, dtype))
 
     def initialise(self, barrier: Barrier, count: int) -> None:
-        assert count == 1 and not barrier.initialised
-        barrier.initialised = True
+        assert count in (1, self.threads) and not barrier.count
+        barrier.count = count
 
     def bring(self, descriptor: Descriptor, place: list[Any], barrier: Barrier, result: Shared, pred: Any) -> None:
         if pred:
-            assert barrier.expected, "a tile was asked for at a barrier that is not armed"
+            assert barrier.count == 1 and barrier.expected, "a tile was asked for at a barrier that is not armed"
             result.array[...] = np.nan
             barrier.on_its_way.append((result, lambda: descriptor.block(place, result.array.shape)))
+
+    def copy(self, result: Shared, pointer: Pointer, mask: Any) -> None:
+        result.array[...] = np.nan
+        self.copies.append((result, lambda: _load(pointer, mask, 0)))
+
+    def arrive(self, barrier: Barrier, increment_count: bool) -> None:
+        assert barrier.count == self.threads and not increment_count
+        barrier.expect(sum(result.array.nbytes for result, _ in self.copies))
+        barrier.on_its_way, self.copies = self.copies, []
 
     def queue(self, left: Any, right: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
         assert is_async
@@ -298,7 +313,7 @@ class Machine:
         return values[0] if len(values) == 1 else tuple(values)
 
     def check_that_nothing_is_left(self) -> None:
-        assert not self.queued, "a program ended before a product"
+        assert not self.queued and not self.copies, "a program ended before a product or a copy"
         assert not any(barrier.on_its_way or barrier.expected for barrier in self.barriers), (
             "a program ended before a tile that it had asked for")
         self.barriers.clear()

@@ -44,7 +44,7 @@ if policy == "names":
         "attention_output", "attention_lse"))
 elif policy == "nothing":
     loss = jax.checkpoint(loss)
-x = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
+x = jax.ShapeDtypeStruct((2, 512, 4, 64), jnp.bfloat16)
 exported = export.export(
     jax.jit(jax.grad(meta, (0, 1, 2))), platforms=platforms.split(","),
     disabled_checks=[export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")])(x, x, x)
@@ -102,6 +102,29 @@ def test_export_for_cuda_without_the_plugin_says_what_to_install():
 def test_export_for_cuda_under_the_interpreter_is_an_error():
     done = run(EXPORT, "none", "cuda", TRITON_INTERPRET="1")
     assert "RuntimeError: TRITON_INTERPRET was 1, but the computation is lowered for CUDA" in done.stderr
+
+
+FORWARD = """
+import sys
+
+import jax
+import jax.numpy as jnp
+
+import jttt
+
+_, length, implementation = sys.argv
+x = jax.ShapeDtypeStruct((1, int(length), 1, 64), jnp.bfloat16)
+function = jax.jit(lambda *x: jttt.dot_product_attention(*x, implementation=implementation or None))
+print(jax.export.export(function, platforms=["cuda"], disabled_checks=[
+    jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")])(x, x, x).mlir_module())
+"""
+
+
+@pytest.mark.skipif(not HAS_CUDA_PLUGIN, reason="needs JAX's CUDA plugin, though no GPU")
+@pytest.mark.parametrize(("length", "implementation", "takes_kernels"), [
+    (1024, "", False), (1025, "", True), (64, "triton", True), (1025, "xla", False)])
+def test_few_scores_take_plain_formulas_unless_kernels_were_asked_for(length, implementation, takes_kernels):
+    assert bool(kernels_called(output(FORWARD, str(length), implementation))) == takes_kernels
 
 
 # On the CPU.
@@ -197,7 +220,7 @@ def test_every_kernel_has_a_cost():
 def test_an_exported_kernel_tells_its_cost():
     module = output(EXPORT, "none", "cuda")
     costs = [json.loads(x.replace("\\22", '"')) for x in re.findall(r'cost_estimate_json = "([^"]*)"', module)]
-    # [2, 128, 4, 64] in bfloat16, of which each causal tile is visible in part at least.
-    forward = 2 * 2 * 64 * 2 * 4 * (128 * 128 - 64 * 64)
-    assert costs[0] == dict(flops=forward, bytes_accessed=4 * 2 * 128 * 4 * 64 * 2 + 2 * 4 * 128 * 4)
+    # [2, 512, 4, 64] in bfloat16, in tiles of 64 × 64, of which half and those on the diagonal are visible.
+    forward = 2 * 2 * 64 * 2 * 4 * (512 * 512 + 512 * 64) // 2
+    assert costs[0] == dict(flops=forward, bytes_accessed=4 * 2 * 512 * 4 * 64 * 2 + 2 * 4 * 512 * 4)
     assert len(costs) == len(META_GRADIENT)

@@ -140,7 +140,7 @@ def test_kernels_run_on_each_device():
 @ORDERS
 def test_kernels_run_under_shard_map(order):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
-    arrays, _ = Problem(B=2, T=256, S=256, N=2, K=2, H=64).draw(jnp.bfloat16)
+    arrays, _ = Problem(B=2, T=1024, S=1024, N=2, K=2, H=64).draw(jnp.bfloat16)
     program = jax.jit(jax.shard_map(order, mesh=mesh, in_specs=P("data"), out_specs=P("data"))).lower(*arrays).compile()
     assert "triton_kernel_call" in program.as_text()
     for result, x in zip(program(*arrays), jax.jit(order)(*arrays), strict=True):

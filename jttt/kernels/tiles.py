@@ -168,8 +168,14 @@ def load_optional_column(array, L: tl.constexpr, batch, head, length, rows):
 
 @triton.jit
 def load_lse(array, L: tl.constexpr, batch, head, length, rows, C: tl.constexpr):
-    """Log-sum-exp, +∞ for a row that sees nothing or lies past `length`: P is then 0."""
+    """Log-sum-exp as `probabilities` takes it, +∞ also for a row past `length`."""
     lse = tl.load(column_pointers(array, L, batch, head, length, rows), mask=rows < length, other=float("-inf"))
+    return subtrahend(lse, C)
+
+
+@triton.jit
+def subtrahend(lse, C: tl.constexpr):
+    """Log-sum-exp in the unit of the exponentials; +∞ for a row that sees nothing: P is then 0."""
     return tl.where(lse == float("-inf"), float("inf"), lse * unit(C))
 
 

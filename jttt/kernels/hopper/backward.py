@@ -64,6 +64,8 @@ def d_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
     TILE: gl.constexpr = stream.accumulator(BLOCK_T, C)
     COLUMNS: gl.constexpr = stream.layouts(C, "key", "value")
     ROWS: gl.constexpr = stream.layouts(C, "query", "d_output")
+    BESIDE: gl.constexpr = stream.layouts(C, "lse", "delta")
+    ACROSS: gl.constexpr = gl.SliceLayout(0, TILE)
     block, kv_head, batch = tiles.key_program(T, S, C)
     hidden = (key_start, key_end, query_segments, key_segments, mask)
     s0 = block * BLOCK_S
@@ -71,6 +73,7 @@ def d_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
 
     resident = stream.make((key, value), COLUMNS, BLOCK_S, 1)
     moving = stream.make((query, d_output), ROWS, BLOCK_T, STAGES)
+    beside = stream.make_columns((lse, delta), BLOCK_T, STAGES)
     stream.publish()
     stream.fetch(resident, COLUMNS, BLOCK_S, batch, kv_head, s0)
     dk = stream.nothing(d_key, C.layout.d_key, BLOCK_S, C)
@@ -87,28 +90,31 @@ def d_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
         full = tiles.steps(walk, False)
         count = full + tiles.steps(walk, True)
         stream.start(moving, ROWS, BLOCK_T, STAGES, walk, count, turn, batch, head)
+        stream.start_columns(beside, BESIDE, BLOCK_T, STAGES, walk, count, turn, batch, head, T)
         for MASKED in gl.static_range(2):
             for i in range(full if MASKED else 0, count if MASKED else full):
                 t0 = tiles.visited(walk, i) * BLOCK_T
                 at = (batch, head, T, S, t0, s0)
-                rows = (t0 + gl.arange(0, BLOCK_T, gl.SliceLayout(0, TILE)))[None, :]
-                log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
-                tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
-                row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
+                rows = (t0 + gl.arange(0, BLOCK_T, ACROSS))[None, :]
                 stage = stream.arrive(moving, ROWS, BLOCK_T, STAGES, count, i, turn)
                 q = stream.matrix(moving, 0, stage, ROWS, BLOCK_T)
                 do = stream.matrix(moving, 1, stage, ROWS, BLOCK_T)
                 x = stream.queue(k, q, zeros)
                 dp = None if d_key is None else stream.queue(v, do, zeros)
+                stream.arrive_columns(beside, STAGES, i, turn)
+                log_sum = tiles.subtrahend(stream.column_across(beside, 0, stage, ACROSS), C)
+                tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
                 x = tiles.capped(stream.arrived(x, 0 if d_key is None else 1), C)
                 p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
                 if d_value is not None:
                     dv = stream.accumulate(p, do, dv, C.layout.value, C)
                 if d_key is not None:
+                    row_delta = stream.column_across(beside, 1, stage, ACROSS)
                     dp = stream.arrived(dp, 0 if d_value is None else 1)
                     dk = stream.accumulate(tiles.through_cap(p * (dp - row_delta), x, C), q, dk, C.layout.key, C)
                 dk, dv = stream.settled(dk, dv)
                 stream.refill(moving, ROWS, BLOCK_T, STAGES, walk, count, i, turn, batch, head)
+                stream.refill_columns(beside, BESIDE, BLOCK_T, STAGES, walk, count, i, turn, batch, head, T)
         turn += count
 
     if d_key is not None:
