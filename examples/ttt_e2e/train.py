@@ -61,7 +61,7 @@ PRESETS: dict[str, tuple[Config, Training]] = {
         Training(batch=4, steps=200, learning_rate=5e-3)),
     "small": (
         Config(layers=8, width=512, heads=8, hidden=1408, sequence=8192, chunk=512, window=1024),
-        Training(batch=16, steps=250, learning_rate=3e-3)),
+        Training(batch=16, steps=400, learning_rate=3e-3)),
     "base": (
         Config(layers=12, width=768, heads=12, hidden=2048, sequence=8192, chunk=512, window=1024),
         Training(batch=16, steps=3000, learning_rate=2e-3)),

@@ -20,6 +20,9 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
+# Twice as many as a Hopper GPU runs at once.
+ENOUGH_PROGRAMS = tl.constexpr(528)
+
 
 @triton.constexpr_function
 def unit(C):
@@ -62,12 +65,13 @@ def program(blocks, heads, HEADS: tl.constexpr, LAST_FIRST: tl.constexpr, C: tl.
 
     Blocks of one head are neighbours, so they share what they stream through the L2 cache. Where they have unequal
     work, all longest ones come first instead, with LAST_FIRST the last block of every head: a long one that starts
-    last would leave the rest of the GPU waiting. `heads` at a time, though, as many as that cache has room for.
+    last would leave the rest of the GPU waiting. `heads` at a time, though, as many as that cache has room for, or
+    more if these were too few programs to even each other out.
     """
     index = tl.program_id(0)
     if C.band.slanted:
         all_heads = tl.num_programs(0) // blocks
-        heads = tl.minimum(tl.maximum(heads, 1), all_heads)
+        heads = tl.minimum(tl.maximum(heads, tl.cdiv(ENOUGH_PROGRAMS, blocks)), all_heads)
         first = index // (heads * blocks) * heads
         index = index % (heads * blocks)
         heads = tl.minimum(heads, all_heads - first)

@@ -99,10 +99,11 @@ def d_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
                 stage = stream.arrive(moving, ROWS, BLOCK_T, STAGES, count, i, turn)
                 q = stream.matrix(moving, 0, stage, ROWS, BLOCK_T)
                 do = stream.matrix(moving, 1, stage, ROWS, BLOCK_T)
+                stream.arrive_columns(beside, STAGES, i, turn)
+                # Ahead of the products, with which it would have to share shared memory's bandwidth.
+                log_sum = tiles.subtrahend(stream.column_across(beside, 0, stage, ACROSS), C)
                 x = stream.queue(k, q, zeros)
                 dp = None if d_key is None else stream.queue(v, do, zeros)
-                stream.arrive_columns(beside, STAGES, i, turn)
-                log_sum = tiles.subtrahend(stream.column_across(beside, 0, stage, ACROSS), C)
                 tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
                 x = tiles.capped(stream.arrived(x, 0 if d_key is None else 1), C)
                 p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)

@@ -222,6 +222,7 @@ def g_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
                 t0 = tiles.visited(walk, i) * BLOCK_T
                 at = (batch, head, T, S, t0, s0)
                 rows = (t0 + gl.arange(0, BLOCK_T, ACROSS))[None, :]
+                log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
                 stage = stream.arrive(moving, ROWS, BLOCK_T, STAGES, count, i, turn)
                 q = stream.matrix(moving, 0, stage, ROWS, BLOCK_T)
                 do = stream.matrix(moving, 1, stage, ROWS, BLOCK_T)
@@ -231,7 +232,6 @@ def g_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
                 dp = stream.queue(v, do, zeros) if DP else None
                 stream.arrive_columns(beside, STAGES, i, turn)
                 # Columns lie across a tile here and take many registers: each is fetched where it is needed.
-                log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
                 tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
                 x = tiles.capped(stream.arrived(x, TANGENTS + DP), C)
                 mean = stream.column_across(beside, 0, stage, ACROSS)
