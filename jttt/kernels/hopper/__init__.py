@@ -2,7 +2,8 @@
 
 Same parameters, same mathematics of a tile (`jttt/kernels/tiles.py`), another way to move it: the copy
 engine brings tiles to shared memory, and products run while the warps work on something else
-(`stream.py`). Half precision and widths up to 128; everything else takes the kernels in plain Triton.
+(`stream.py`; `per_row.py` for the numbers that go with a tile's rows). Half precision and widths up to
+128; everything else takes the kernels in plain Triton.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jttt.kernels import tiles
-from jttt.kernels.hopper import stream
+from jttt.kernels.hopper import per_row, stream
 
 
 @gluon.jit
@@ -64,7 +64,7 @@ def d_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
     TILE: gl.constexpr = stream.accumulator(BLOCK_T, C)
     COLUMNS: gl.constexpr = stream.layouts(C, "key", "value")
     ROWS: gl.constexpr = stream.layouts(C, "query", "d_output")
-    BESIDE: gl.constexpr = stream.layouts(C, "lse", "delta")
+    NUMBERS: gl.constexpr = stream.layouts(C, "lse", "delta")
     ACROSS: gl.constexpr = gl.SliceLayout(0, TILE)
     block, kv_head, batch = tiles.key_program(T, S, C)
     hidden = (key_start, key_end, query_segments, key_segments, mask)
@@ -73,7 +73,7 @@ def d_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
 
     resident = stream.make((key, value), COLUMNS, BLOCK_S, 1)
     moving = stream.make((query, d_output), ROWS, BLOCK_T, STAGES)
-    beside = stream.make_columns((lse, delta), BLOCK_T, STAGES)
+    numbers = per_row.make((lse, delta), BLOCK_T, STAGES)
     stream.publish()
     stream.fetch(resident, COLUMNS, BLOCK_S, batch, kv_head, s0)
     dk = stream.nothing(d_key, C.layout.d_key, BLOCK_S, C)
@@ -90,7 +90,7 @@ def d_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
         full = tiles.steps(walk, False)
         count = full + tiles.steps(walk, True)
         stream.start(moving, ROWS, BLOCK_T, STAGES, walk, count, turn, batch, head)
-        stream.start_columns(beside, BESIDE, BLOCK_T, STAGES, walk, count, turn, batch, head, T)
+        per_row.start(numbers, NUMBERS, BLOCK_T, STAGES, walk, count, turn, batch, head, T)
         for MASKED in gl.static_range(2):
             for i in range(full if MASKED else 0, count if MASKED else full):
                 t0 = tiles.visited(walk, i) * BLOCK_T
@@ -99,9 +99,9 @@ def d_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
                 stage = stream.arrive(moving, ROWS, BLOCK_T, STAGES, count, i, turn)
                 q = stream.matrix(moving, 0, stage, ROWS, BLOCK_T)
                 do = stream.matrix(moving, 1, stage, ROWS, BLOCK_T)
-                stream.arrive_columns(beside, STAGES, i, turn)
+                per_row.arrive(numbers, STAGES, i, turn)
                 # Ahead of the products, with which it would have to share shared memory's bandwidth.
-                log_sum = tiles.subtrahend(stream.column_across(beside, 0, stage, ACROSS), C)
+                log_sum = tiles.subtrahend(per_row.across(numbers, 0, stage, ACROSS), C)
                 x = stream.queue(k, q, zeros)
                 dp = None if d_key is None else stream.queue(v, do, zeros)
                 tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
@@ -110,12 +110,12 @@ def d_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
                 if d_value is not None:
                     dv = stream.accumulate(p, do, dv, C.layout.value, C)
                 if d_key is not None:
-                    row_delta = stream.column_across(beside, 1, stage, ACROSS)
+                    row_delta = per_row.across(numbers, 1, stage, ACROSS)
                     dp = stream.arrived(dp, 0 if d_value is None else 1)
                     dk = stream.accumulate(tiles.through_cap(p * (dp - row_delta), x, C), q, dk, C.layout.key, C)
                 dk, dv = stream.settled(dk, dv)
                 stream.refill(moving, ROWS, BLOCK_T, STAGES, walk, count, i, turn, batch, head)
-                stream.refill_columns(beside, BESIDE, BLOCK_T, STAGES, walk, count, i, turn, batch, head, T)
+                per_row.refill(numbers, NUMBERS, BLOCK_T, STAGES, walk, count, i, turn, batch, head, T)
         turn += count
 
     if d_key is not None:

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from jttt.kernels import tiles
 from jttt.kernels.double_backward import centred, score_tangent, second_gradient, second_through_cap
-from jttt.kernels.hopper import stream
+from jttt.kernels.hopper import per_row, stream
 
 
 @gluon.jit
@@ -188,7 +188,7 @@ def g_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
     DP: gl.constexpr = stream.products(C.layout.t_lse) if C.layout.g_key is not None else 0
     COLUMNS: gl.constexpr = stream.layouts(C, "key", "value", "t_key", "t_value")
     ROWS: gl.constexpr = stream.layouts(C, "query", "d_output", "t_query")
-    BESIDE: gl.constexpr = stream.layouts(C, "t_lse", "delta", "row_term")
+    NUMBERS: gl.constexpr = stream.layouts(C, "t_lse", "delta", "row_term")
     ACROSS: gl.constexpr = gl.SliceLayout(0, TILE)
     block, kv_head, batch = tiles.key_program(T, S, C)
     hidden = (key_start, key_end, query_segments, key_segments, mask)
@@ -197,7 +197,7 @@ def g_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
 
     resident = stream.make((key, value, t_key, t_value), COLUMNS, BLOCK_S, 1)
     moving = stream.make((query, d_output, t_query), ROWS, BLOCK_T, STAGES)
-    beside = stream.make_columns((t_lse, delta, row_term), BLOCK_T, STAGES)
+    numbers = per_row.make((t_lse, delta, row_term), BLOCK_T, STAGES)
     stream.publish()
     stream.fetch(resident, COLUMNS, BLOCK_S, batch, kv_head, s0)
     gk = stream.nothing(g_key, C.layout.g_key, BLOCK_S, C)
@@ -216,7 +216,7 @@ def g_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
         full = tiles.steps(walk, False)
         count = full + tiles.steps(walk, True)
         stream.start(moving, ROWS, BLOCK_T, STAGES, walk, count, turn, batch, head)
-        stream.start_columns(beside, BESIDE, BLOCK_T, STAGES, walk, count, turn, batch, head, T)
+        per_row.start(numbers, NUMBERS, BLOCK_T, STAGES, walk, count, turn, batch, head, T)
         for MASKED in gl.static_range(2):
             for i in range(full if MASKED else 0, count if MASKED else full):
                 t0 = tiles.visited(walk, i) * BLOCK_T
@@ -230,11 +230,11 @@ def g_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
                 x = stream.queue(k, q, zeros)
                 z = queue_tangent(k, q, tk, tq, zeros)
                 dp = stream.queue(v, do, zeros) if DP else None
-                stream.arrive_columns(beside, STAGES, i, turn)
+                per_row.arrive(numbers, STAGES, i, turn)
                 # Columns lie across a tile here and take many registers: each is fetched where it is needed.
                 tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
                 x = tiles.capped(stream.arrived(x, TANGENTS + DP), C)
-                mean = stream.column_across(beside, 0, stage, ACROSS)
+                mean = per_row.across(numbers, 0, stage, ACROSS)
                 p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
                 z = stream.arrived(z, DP)
                 if z is not None:
@@ -243,8 +243,8 @@ def g_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
                 if g_value is not None:
                     gv = stream.accumulate(p * a, do, gv, C.layout.value, C)
                 if g_key is not None:
-                    row_delta = stream.column_across(beside, 1, stage, ACROSS)
-                    w = stream.column_across(beside, 2, stage, ACROSS)
+                    row_delta = per_row.across(numbers, 1, stage, ACROSS)
+                    w = per_row.across(numbers, 2, stage, ACROSS)
                     dp = None if mean is None else stream.arrived(dp, 0 if g_value is None else 1) - row_delta
                     ds = None if mean is None else p * dp
                     r = second_gradient(dp, a, w, zeros)
@@ -258,7 +258,7 @@ def g_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
                     gk = stream.accumulate(second_through_cap(p * r, ds, x, z, C), q, gk, C.layout.key, C)
                 gk, gv = stream.settled(gk, gv)
                 stream.refill(moving, ROWS, BLOCK_T, STAGES, walk, count, i, turn, batch, head)
-                stream.refill_columns(beside, BESIDE, BLOCK_T, STAGES, walk, count, i, turn, batch, head, T)
+                per_row.refill(numbers, NUMBERS, BLOCK_T, STAGES, walk, count, i, turn, batch, head, T)
         turn += count
 
     if g_key is not None:

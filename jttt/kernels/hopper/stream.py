@@ -12,7 +12,6 @@ for that; doing so next to asking would cost one more meeting of all warps.
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -145,69 +144,6 @@ def matrix(stream, i: gl.constexpr, stage, L: gl.constexpr, ROWS: gl.constexpr):
         return None
     else:
         return buffers[i].index(stage).reshape([ROWS, tiles.padded(L[i].width)])
-
-
-# Columns: numbers, one a row, that go with the tiles of a stream. Where rows lie across a tile of scores, a thread
-# needs many of them: read from memory they would keep it waiting, and read early they would fill its registers.
-
-
-@gluon.jit
-def make_columns(arrays, ROWS: gl.constexpr, STAGES: gl.constexpr):
-    """Like a stream, of float32 arrays [batch, heads, length]. All threads copy them, and all arrive."""
-    buffers = ()
-    for i in gl.static_range(len(arrays)):
-        if arrays[i] is None:
-            buffers += (0, )
-        else:
-            buffers += (gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])), )
-    return arrays, buffers, barriers(STAGES, 32 * gl.num_warps())
-
-
-@gluon.jit
-def ask_columns(columns, L: gl.constexpr, ROWS: gl.constexpr, stage, batch, head, start, length, wanted):
-    """As `ask`; zeros past `length`."""
-    arrays, buffers, arrived = columns
-    if wanted:
-        rows = start + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-        for i in gl.static_range(len(arrays)):
-            if arrays[i] is not None:
-                pointers = tiles.column_pointers(arrays[i], L[i], batch, head, length, rows)
-                async_copy.async_load(buffers[i].index(stage), pointers, mask=rows < length)
-        async_copy.mbarrier_arrive(arrived.index(stage), increment_count=False)
-
-
-@gluon.jit
-def start_columns(columns, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, walk, count, turn, batch, head,
-                  length):
-    """As `start`."""
-    for i in gl.static_range(STAGES):
-        start = tiles.visited(walk, i) * ROWS
-        ask_columns(columns, L, ROWS, (turn + i) % STAGES, batch, head, start, length, i < count)
-
-
-@gluon.jit
-def arrive_columns(columns, STAGES: gl.constexpr, i, turn):
-    """Waits for the columns that go with tile i, whose rows have arrived."""
-    arrays, buffers, arrived = columns
-    mbarrier.wait(arrived.index((turn + i) % STAGES), ((turn + i) // STAGES) & 1)
-
-
-@gluon.jit
-def refill_columns(columns, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, walk, count, i, turn, batch,
-                   head, length):
-    """As `refill`."""
-    ask_columns(columns, L, ROWS, (turn + i) % STAGES, batch, head, tiles.visited(walk, i + STAGES) * ROWS, length,
-                i + STAGES < count)
-
-
-@gluon.jit
-def column_across(columns, i: gl.constexpr, stage, LAYOUT: gl.constexpr):
-    """A stage of the i-th array, [1, rows]; None for an array that is absent."""
-    arrays, buffers, arrived = columns
-    if arrays[i] is None:
-        return None
-    else:
-        return buffers[i].index(stage).load(LAYOUT)[None, :]
 
 
 # Products. They run in the order in which they are queued, while the warps do something else.
