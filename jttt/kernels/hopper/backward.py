@@ -40,16 +40,17 @@ def d_query_hopper(query, key, value, bias, key_start, key_end, query_segments, 
             s0 = tiles.visited(walk, i) * BLOCK_S
             at = (batch, head, T, S, t0, s0)
             columns = (s0 + gl.arange(0, BLOCK_S, gl.SliceLayout(0, TILE)))[None, :]
-            stage = stream.arrive(moving, COLUMNS, BLOCK_S, STAGES, count, i, 0)
+            stage = stream.arrive(moving, STAGES, i, 0)
             k = stream.matrix(moving, 0, stage, COLUMNS, BLOCK_S)
             v = stream.matrix(moving, 1, stage, COLUMNS, BLOCK_S)
             x = stream.queue(q, k, zeros)
             dp = stream.queue(do, v, zeros)
+            stream.ahead(moving, COLUMNS, BLOCK_S, STAGES, walk, count, i, 0, batch, kv_head)
             x = tiles.capped(stream.arrived(x, 1), C)
             p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
             ds = p * (stream.arrived(dp, 0) - row_delta)
             dq = stream.arrived(stream.accumulate(tiles.through_cap(ds, x, C), k, dq, C.layout.query, C), 0)
-            stream.refill(moving, COLUMNS, BLOCK_S, STAGES, walk, count, i, 0, batch, kv_head)
+            stream.behind(moving, COLUMNS, BLOCK_S, STAGES, walk, count, i, 0, batch, kv_head)
     stream.store_rows(d_query, C.layout.d_query, batch, head, t0, T, BLOCK_T, dq * C.scale, C)
 
 
@@ -96,7 +97,7 @@ def d_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
                 t0 = tiles.visited(walk, i) * BLOCK_T
                 at = (batch, head, T, S, t0, s0)
                 rows = (t0 + gl.arange(0, BLOCK_T, ACROSS))[None, :]
-                stage = stream.arrive(moving, ROWS, BLOCK_T, STAGES, count, i, turn)
+                stage = stream.arrive(moving, STAGES, i, turn)
                 q = stream.matrix(moving, 0, stage, ROWS, BLOCK_T)
                 do = stream.matrix(moving, 1, stage, ROWS, BLOCK_T)
                 per_row.arrive(numbers, STAGES, i, turn)
@@ -104,6 +105,8 @@ def d_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
                 log_sum = tiles.subtrahend(per_row.across(numbers, 0, stage, ACROSS), C)
                 x = stream.queue(k, q, zeros)
                 dp = None if d_key is None else stream.queue(v, do, zeros)
+                stream.ahead(moving, ROWS, BLOCK_T, STAGES, walk, count, i, turn, batch, head)
+                per_row.ahead(numbers, NUMBERS, BLOCK_T, STAGES, walk, count, i, turn, batch, head, T)
                 tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
                 x = tiles.capped(stream.arrived(x, 0 if d_key is None else 1), C)
                 p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
@@ -114,8 +117,8 @@ def d_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
                     dp = stream.arrived(dp, 0 if d_value is None else 1)
                     dk = stream.accumulate(tiles.through_cap(p * (dp - row_delta), x, C), q, dk, C.layout.key, C)
                 dk, dv = stream.settled(dk, dv)
-                stream.refill(moving, ROWS, BLOCK_T, STAGES, walk, count, i, turn, batch, head)
-                per_row.refill(numbers, NUMBERS, BLOCK_T, STAGES, walk, count, i, turn, batch, head, T)
+                stream.behind(moving, ROWS, BLOCK_T, STAGES, walk, count, i, turn, batch, head)
+                per_row.behind(numbers, NUMBERS, BLOCK_T, STAGES, walk, count, i, turn, batch, head, T)
         turn += count
 
     if d_key is not None:

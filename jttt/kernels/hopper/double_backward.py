@@ -66,13 +66,14 @@ def tangent_hopper(query, key, value, bias, sinks, key_start, key_end, query_seg
             s0 = tiles.visited(walk, i) * BLOCK_S
             at = (batch, head, T, S, t0, s0)
             columns = (s0 + gl.arange(0, BLOCK_S, gl.SliceLayout(0, TILE)))[None, :]
-            stage = stream.arrive(moving, COLUMNS, BLOCK_S, STAGES, count, i, 0)
+            stage = stream.arrive(moving, STAGES, i, 0)
             k = stream.matrix(moving, 0, stage, COLUMNS, BLOCK_S)
             tk = stream.matrix(moving, 1, stage, COLUMNS, BLOCK_S)
             v = stream.matrix(moving, 2, stage, COLUMNS, BLOCK_S)
             tv = stream.matrix(moving, 3, stage, COLUMNS, BLOCK_S)
             x = stream.queue(q, k, zeros)
             z = queue_tangent(q, k, tq, tk, zeros)
+            stream.ahead(moving, COLUMNS, BLOCK_S, STAGES, walk, count, i, 0, batch, kv_head)
             x = tiles.capped(stream.arrived(x, TANGENTS), C)
             p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
             if tv is not None:
@@ -86,7 +87,7 @@ def tangent_hopper(query, key, value, bias, sinks, key_start, key_end, query_seg
                 total += gl.sum(pa.to(gl.float32), 1)
                 acc = stream.accumulate(pa, v, acc, C.layout.value, C)
             acc = stream.arrived(acc, 0)
-            stream.refill(moving, COLUMNS, BLOCK_S, STAGES, walk, count, i, 0, batch, kv_head)
+            stream.behind(moving, COLUMNS, BLOCK_S, STAGES, walk, count, i, 0, batch, kv_head)
 
     rows = (t0 + gl.arange(0, BLOCK_T, gl.SliceLayout(1, OUTPUT)))[:, None]
     mean = gl.convert_layout(total, gl.SliceLayout(1, OUTPUT))[:, None]
@@ -145,7 +146,7 @@ def g_query_hopper(query, key, value, bias, key_start, key_end, query_segments, 
             s0 = tiles.visited(walk, i) * BLOCK_S
             at = (batch, head, T, S, t0, s0)
             columns = (s0 + gl.arange(0, BLOCK_S, gl.SliceLayout(0, TILE)))[None, :]
-            stage = stream.arrive(moving, COLUMNS, BLOCK_S, STAGES, count, i, 0)
+            stage = stream.arrive(moving, STAGES, i, 0)
             k = stream.matrix(moving, 0, stage, COLUMNS, BLOCK_S)
             v = stream.matrix(moving, 1, stage, COLUMNS, BLOCK_S)
             tk = stream.matrix(moving, 2, stage, COLUMNS, BLOCK_S)
@@ -154,6 +155,7 @@ def g_query_hopper(query, key, value, bias, key_start, key_end, query_segments, 
             dp = None if mean is None else stream.queue(do, v, zeros)
             z = queue_tangent(q, k, tq, tk, zeros)
             b = stream.queue(do, tv, zeros)
+            stream.ahead(moving, COLUMNS, BLOCK_S, STAGES, walk, count, i, 0, batch, kv_head)
             x = tiles.capped(stream.arrived(x, DP + TANGENTS + B), C)
             p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
             dp = None if mean is None else stream.arrived(dp, TANGENTS + B) - row_delta
@@ -170,7 +172,7 @@ def g_query_hopper(query, key, value, bias, key_start, key_end, query_segments, 
                 r += b
             gq = stream.accumulate(second_through_cap(p * r, ds, x, z, C), k, gq, C.layout.query, C)
             gq = stream.arrived(gq, 0)
-            stream.refill(moving, COLUMNS, BLOCK_S, STAGES, walk, count, i, 0, batch, kv_head)
+            stream.behind(moving, COLUMNS, BLOCK_S, STAGES, walk, count, i, 0, batch, kv_head)
     stream.store_rows(g_query, C.layout.g_query, batch, head, t0, T, BLOCK_T, gq * C.scale, C)
 
 
@@ -223,13 +225,15 @@ def g_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
                 at = (batch, head, T, S, t0, s0)
                 rows = (t0 + gl.arange(0, BLOCK_T, ACROSS))[None, :]
                 log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
-                stage = stream.arrive(moving, ROWS, BLOCK_T, STAGES, count, i, turn)
+                stage = stream.arrive(moving, STAGES, i, turn)
                 q = stream.matrix(moving, 0, stage, ROWS, BLOCK_T)
                 do = stream.matrix(moving, 1, stage, ROWS, BLOCK_T)
                 tq = stream.matrix(moving, 2, stage, ROWS, BLOCK_T)
                 x = stream.queue(k, q, zeros)
                 z = queue_tangent(k, q, tk, tq, zeros)
                 dp = stream.queue(v, do, zeros) if DP else None
+                stream.ahead(moving, ROWS, BLOCK_T, STAGES, walk, count, i, turn, batch, head)
+                per_row.ahead(numbers, NUMBERS, BLOCK_T, STAGES, walk, count, i, turn, batch, head, T)
                 per_row.arrive(numbers, STAGES, i, turn)
                 # Columns lie across a tile here and take many registers: each is fetched where it is needed.
                 tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
@@ -257,8 +261,8 @@ def g_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
                         r = stream.arrived(r, 0 if tq is None else 1)
                     gk = stream.accumulate(second_through_cap(p * r, ds, x, z, C), q, gk, C.layout.key, C)
                 gk, gv = stream.settled(gk, gv)
-                stream.refill(moving, ROWS, BLOCK_T, STAGES, walk, count, i, turn, batch, head)
-                per_row.refill(numbers, NUMBERS, BLOCK_T, STAGES, walk, count, i, turn, batch, head, T)
+                stream.behind(moving, ROWS, BLOCK_T, STAGES, walk, count, i, turn, batch, head)
+                per_row.behind(numbers, NUMBERS, BLOCK_T, STAGES, walk, count, i, turn, batch, head, T)
         turn += count
 
     if g_key is not None:

@@ -44,10 +44,10 @@ def forward_hopper(query, key, value, bias, sinks, key_start, key_end, query_seg
 
     # Products of the first tile; where there is none, of whatever lies there, and nobody looks at them.
     stream.wait(keys, 0, STAGES, count > 0)
-    stream.arm(keys, K, BLOCK_S, 0, STAGES < count)
-    k = stream.matrix(keys, 0, 0, K, BLOCK_S)
-    x = warpgroup_mma_wait(0, deps=[warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)])
-    stream.refill(keys, K, BLOCK_S, STAGES, walk, count, 0, 0, batch, kv_head)
+    x = warpgroup_mma(q, stream.matrix(keys, 0, 0, K, BLOCK_S).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    stream.ahead(keys, K, BLOCK_S, STAGES, walk, count, 0, 0, batch, kv_head)
+    x = warpgroup_mma_wait(0, deps=[x])
+    stream.behind(keys, K, BLOCK_S, STAGES, walk, count, 0, 0, batch, kv_head)
 
     # Tiles that are wholly visible, tiles that need a mask, and the last one, behind which nothing is queued.
     last = gl.maximum(count - 1, 0)
@@ -58,11 +58,12 @@ def forward_hopper(query, key, value, bias, sinks, key_start, key_end, query_seg
             s0 = tiles.visited(walk, i) * BLOCK_S
             at = (batch, head, T, S, t0, s0)
             columns = (s0 + gl.arange(0, BLOCK_S, gl.SliceLayout(0, TILE)))[None, :]
-            v_stage = stream.arrive(values, V, BLOCK_S, STAGES, count, i, 0)
+            v_stage = stream.arrive(values, STAGES, i, 0)
             if PART != 2:
-                k_stage = stream.arrive(keys, K, BLOCK_S, STAGES, count, i + 1, 0)
-                k = stream.matrix(keys, 0, k_stage, K, BLOCK_S)
+                k = stream.matrix(keys, 0, stream.arrive(keys, STAGES, i + 1, 0), K, BLOCK_S)
                 next_x = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                stream.ahead(keys, K, BLOCK_S, STAGES, walk, count, i + 1, 0, batch, kv_head)
+                stream.ahead(values, V, BLOCK_S, STAGES, walk, count, i, 0, batch, kv_head)
             p, decay, peak, total = tiles.softmax_step(tiles.capped(x, C), peak, total, bias, hidden, at, rows, columns,
                                                        C, PART != 0)
             p = gl.convert_layout(p.to(value.dtype), stream.left_operand(WIDTH, C))
@@ -72,8 +73,8 @@ def forward_hopper(query, key, value, bias, sinks, key_start, key_end, query_seg
                 acc = warpgroup_mma_wait(0, deps=[next_acc])
             else:
                 x, acc = warpgroup_mma_wait(0, deps=[next_x, next_acc])
-                stream.refill(values, V, BLOCK_S, STAGES, walk, count, i, 0, batch, kv_head)
-                stream.refill(keys, K, BLOCK_S, STAGES, walk, count, i + 1, 0, batch, kv_head)
+                stream.behind(values, V, BLOCK_S, STAGES, walk, count, i, 0, batch, kv_head)
+                stream.behind(keys, K, BLOCK_S, STAGES, walk, count, i + 1, 0, batch, kv_head)
 
     norm = gl.convert_layout(gl.where(total == 0, 1.0, total), gl.SliceLayout(1, OUTPUT))
     stream.store_rows(output, C.layout.output, batch, head, t0, T, BLOCK_T, acc / norm[:, None], C)

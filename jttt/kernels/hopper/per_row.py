@@ -5,8 +5,8 @@ and read early they would fill its registers. So threads copy them to shared mem
 the stages of the stream, and all arrive on a barrier of the stage.
 
 They are (arrays, buffers, arrived) as a stream is, of float32 arrays `[batch, heads, length]`, None for one that is
-absent, and are used as a stream is. The bandwidth of shared memory goes to products where some are on their way,
-so what these wait for is better read before they are queued.
+absent; `start`, `arrive`, `ahead` and `behind` are those of a stream. The bandwidth of shared memory goes to products
+where some are on their way, so what is needed first is better read before these are queued.
 """
 
 from triton.experimental import gluon
@@ -31,39 +31,45 @@ def make(arrays, ROWS: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def ask(numbers, L: gl.constexpr, ROWS: gl.constexpr, stage, batch, head, first, length, wanted):
-    """Sets rows from `first` on their way, zeros past `length`, if they are wanted."""
+def bring(numbers, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, walk, count, i, turn, batch, head,
+          length):
+    """Sets those of tile i of a walk of `count` tiles that began in `turn` on their way, if there is one; zeros past
+    `length`."""
     arrays, buffers, arrived = numbers
-    if wanted:
-        rows = first + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-        for i in gl.static_range(len(arrays)):
-            if arrays[i] is not None:
-                pointers = tiles.column_pointers(arrays[i], L[i], batch, head, length, rows)
-                async_copy.async_load(buffers[i].index(stage), pointers, mask=rows < length)
+    if i < count:
+        stage = (turn + i) % STAGES
+        rows = tiles.visited(walk, i) * ROWS + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        for array in gl.static_range(len(arrays)):
+            if arrays[array] is not None:
+                pointers = tiles.column_pointers(arrays[array], L[array], batch, head, length, rows)
+                async_copy.async_load(buffers[array].index(stage), pointers, mask=rows < length)
         async_copy.mbarrier_arrive(arrived.index(stage), increment_count=False)
 
 
 @gluon.jit
 def start(numbers, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, walk, count, turn, batch, head, length):
-    """Sets those of the first tiles of a walk of `count` tiles on their way, from the stage of `turn` on."""
-    for i in gl.static_range(STAGES):
-        first = tiles.visited(walk, i) * ROWS
-        ask(numbers, L, ROWS, (turn + i) % STAGES, batch, head, first, length, i < count)
+    for i in gl.static_range(stream.first_tiles(STAGES)):
+        bring(numbers, L, ROWS, STAGES, walk, count, i, turn, batch, head, length)
 
 
 @gluon.jit
 def arrive(numbers, STAGES: gl.constexpr, i, turn):
-    """Waits for those of tile i of the walk that began in `turn`."""
     arrays, buffers, arrived = numbers
     mbarrier.wait(arrived.index((turn + i) % STAGES), ((turn + i) // STAGES) & 1)
 
 
 @gluon.jit
-def refill(numbers, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, walk, count, i, turn, batch, head,
+def ahead(numbers, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, walk, count, i, turn, batch, head,
+          length):
+    if STAGES > 1:
+        bring(numbers, L, ROWS, STAGES, walk, count, i + STAGES - 1, turn, batch, head, length)
+
+
+@gluon.jit
+def behind(numbers, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, walk, count, i, turn, batch, head,
            length):
-    """Asks for what comes into the place of tile i, which nothing reads any more."""
-    first = tiles.visited(walk, i + STAGES) * ROWS
-    ask(numbers, L, ROWS, (turn + i) % STAGES, batch, head, first, length, i + STAGES < count)
+    if STAGES == 1:
+        bring(numbers, L, ROWS, STAGES, walk, count, i + 1, turn, batch, head, length)
 
 
 @gluon.jit

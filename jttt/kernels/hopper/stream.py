@@ -4,9 +4,10 @@ A stream is (arrays, buffers, arrived): arrays that advance together, such as (k
 descriptor or None; room for `stages` tiles of each; and one barrier a stage, on which its tiles arrive.
 Their layouts travel beside it, in a tuple L. Tiles are [rows, padded width], zero outside of an array.
 
-A kernel's loop turns tile by tile: `arrive` waits for the tiles of this turn, products that read them are
-queued and waited for, and `refill` asks for what comes into their place. `arrive` also arms the barrier
-for that; doing so next to asking would cost one more meeting of all warps.
+A kernel's loop turns tile by tile: `arrive` waits for the tiles of this turn, products that read them are queued,
+and while they run `ahead` asks for what comes into the place of the turn before. Asking is slow: Triton has all warps
+meet before a barrier is armed and between any two requests, and one of them makes the requests. Where there is but
+one place, `behind` asks when nothing reads the tiles of this turn any more.
 """
 
 import triton
@@ -113,27 +114,45 @@ def wait(stream, turn, STAGES: gl.constexpr, wanted):
 
 
 @gluon.jit
-def start(stream, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, walk, count, turn, batch, head):
-    """Sets the first tiles of a walk of `count` tiles on their way, from the stage of `turn` on."""
-    for i in gl.static_range(STAGES):
-        arm(stream, L, ROWS, (turn + i) % STAGES, i < count)
-    for i in gl.static_range(STAGES):
-        ask(stream, L, (turn + i) % STAGES, batch, head, tiles.visited(walk, i) * ROWS, i < count)
-
-
-@gluon.jit
-def arrive(stream, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, count, i, turn):
-    """Waits for tile i of the walk that began in `turn`; returns its stage, armed for the tile that comes after."""
-    wait(stream, turn + i, STAGES, True)
+def bring(stream, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, walk, count, i, turn, batch, head):
+    """Sets tile i of a walk of `count` tiles that began in `turn` on its way, if there is one."""
     stage = (turn + i) % STAGES
-    arm(stream, L, ROWS, stage, i + STAGES < count)
-    return stage
+    arm(stream, L, ROWS, stage, i < count)
+    ask(stream, L, stage, batch, head, tiles.visited(walk, i) * ROWS, i < count)
 
 
 @gluon.jit
-def refill(stream, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, walk, count, i, turn, batch, head):
-    """Asks for the tile that comes into the place of tile i, which nothing reads any more."""
-    ask(stream, L, (turn + i) % STAGES, batch, head, tiles.visited(walk, i + STAGES) * ROWS, i + STAGES < count)
+def start(stream, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, walk, count, turn, batch, head):
+    """Sets the first tiles of a walk on their way."""
+    for i in gl.static_range(first_tiles(STAGES)):
+        bring(stream, L, ROWS, STAGES, walk, count, i, turn, batch, head)
+
+
+@triton.constexpr_function
+def first_tiles(stages):
+    """How many tiles are on their way when a walk begins; the place of one more is filled in its first turn."""
+    return max(stages - 1, 1)
+
+
+@gluon.jit
+def arrive(stream, STAGES: gl.constexpr, i, turn):
+    """Waits for tile i of the walk that began in `turn`; returns its stage."""
+    wait(stream, turn + i, STAGES, True)
+    return (turn + i) % STAGES
+
+
+@gluon.jit
+def ahead(stream, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, walk, count, i, turn, batch, head):
+    """Asks for the tile that comes into the place of tile i − 1, of which all products are done."""
+    if STAGES > 1:
+        bring(stream, L, ROWS, STAGES, walk, count, i + STAGES - 1, turn, batch, head)
+
+
+@gluon.jit
+def behind(stream, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, walk, count, i, turn, batch, head):
+    """Asks for the tile that comes into the only place there is, that of tile i, of which all products are done."""
+    if STAGES == 1:
+        bring(stream, L, ROWS, STAGES, walk, count, i + 1, turn, batch, head)
 
 
 @gluon.jit
