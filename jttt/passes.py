@@ -154,7 +154,8 @@ FEW_SCORES = 2**20
 
 def _has_few_scores(operands: dict[str, jax.core.ShapedArray]) -> bool:
     (T, N, _), S = operands["query"].shape[-3:], operands["key"].shape[-3]
-    return math.prod(_batch_shape(operands)) * N * T * S <= FEW_SCORES
+    scores = math.prod(_batch_shape(operands)) * N * T * S
+    return isinstance(scores, int) and scores <= FEW_SCORES  # Sizes of a program to export may be symbols.
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *args, spec: AttentionSpec, operands: tuple[str, ...], **params):

@@ -152,6 +152,15 @@ def test_lowered_compiled_exported_and_evaluated_in_shape():
             np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.oldest
+def test_exported_for_sizes_that_are_not_known_yet():
+    shape = jax.export.symbolic_shape("b, t, 2, 4")
+    query, key = (jax.ShapeDtypeStruct((*shape[:2], heads, 4), jnp.float32) for heads in (2, 1))
+    exported = jax.export.export(jax.jit(meta_gradient(jttt.dot_product_attention)), platforms=["cpu"])(query, key, key)
+    for x, y in zip(exported.call(*ARRAYS), meta_gradient(lambda *x: plain.attention(*x)[0])(*ARRAYS), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+
+
 CACHED = """
 import jax
 import jax.numpy as jnp

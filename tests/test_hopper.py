@@ -61,6 +61,15 @@ def test_everything_that_hides_keys_or_changes_scores(kind):
         check(dense.orders(attention, arguments), dense.exact_orders(arguments), np.float16)
 
 
+@pytest.mark.parametrize("height", [12, 100])
+def test_a_high_bias_of_keys_past_the_last_query(height):
+    """A block of queries that is not full: nothing of what lies past its end is infinite, whatever the bias."""
+    bias = np.full((1, 1, 1, SIZES.S), height, np.float32)
+    arguments = dense.floats(SIZES.draw() | dict(bias=bias), np.float16)
+    with gluon.on_host(Blocks(16, 16, 4, 2)):
+        check(dense.orders(attention, arguments), dense.exact_orders(arguments), np.float16)
+
+
 @pytest.mark.parametrize("kind", ["causal_window", "key_lengths"])
 def test_programs_that_share_the_work_of_a_block(kind, monkeypatch):
     monkeypatch.setattr(blocks, "shares", lambda programs, tiles, alike: 3)

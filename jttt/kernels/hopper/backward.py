@@ -103,6 +103,9 @@ def d_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
                 per_row.arrive(numbers, STAGES, i, turn)
                 # Ahead of the products, with which it would have to share shared memory's bandwidth.
                 log_sum = tiles.subtrahend(per_row.across(numbers, 0, stage, ACROSS), C)
+                if bias is not None:
+                    # Past T the numbers are zeros, and the exponential of a bias may be infinite.
+                    log_sum = gl.where(rows < T, log_sum, float("inf"))
                 x = stream.queue(k, q, zeros)
                 dp = None if d_key is None else stream.queue(v, do, zeros)
                 stream.ahead(moving, ROWS, BLOCK_T, STAGES, walk, count, i, turn, batch, head)
