@@ -178,7 +178,11 @@ def main() -> None:
     parser.add_argument("--out", help="JSON file to write")
     arguments = parser.parse_args()
 
-    capability = int(jax.devices("cuda")[0].compute_capability.replace(".", ""))
+    try:
+        device = jax.devices("cuda")[0]
+    except RuntimeError:
+        parser.error(f"kernels are timed on an NVIDIA GPU, and this is {jax.devices()[0]}")
+    capability = int(device.compute_capability.replace(".", ""))
     if arguments.write and capability not in blocks.TABLE:
         parser.error(f"argument --write: the table has no rows of compute capability {capability}; "
                      f"expected a GPU of {' or '.join(map(str, blocks.TABLE))}")
@@ -199,7 +203,6 @@ def main() -> None:
     if arguments.write:
         write(rows, capability)
     if arguments.out:
-        device = jax.devices("cuda")[0]
         report = harness.describe_run("benchmarks.tune", sys.argv[1:], device)
         harness.save_json(Path(arguments.out), {**report, "results": rows})
 

@@ -116,8 +116,8 @@ def test_the_fastest_is_written(monkeypatch):
     monkeypatch.setattr(resources, "write", lambda rows, path: written.update(rows))
     monkeypatch.setattr(resources, "compile_resources", lambda planned: (255, planned.config.blocks.queries // 8, 0))
     row = dict(kernel="forward_hopper", width=64, dtype="bfloat16", keys=32, warps=4, stages=2, most_registers=168)
-    tune.write([row | dict(queries=queries, milliseconds=milliseconds, looks=looks) for queries, milliseconds, looks in (
-        (64, 2.0, 4), (128, 1.0, 4), (16, 0.9, 1), (32, None, 0))], 90)
+    times = ((64, 2.0, 4), (128, 1.0, 4), (16, 0.9, 1), (32, None, 0))
+    tune.write([row | dict(queries=x, milliseconds=y, looks=z) for x, y, z in times], 90)
     assert written == {(90, "forward_hopper", 64, 2): Blocks(128, 32, 4, 2, spilled=16, most_registers=168)}
 
 

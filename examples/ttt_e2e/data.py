@@ -39,7 +39,10 @@ def load(paths: Sequence[Path], length: int) -> Corpus:
     files = [file for path in paths for file in _files_at(path)]
     documents = {}
     for file in files:
-        content = file.read_bytes()
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise OSError(f"{file}: {error.strerror}") from error
         if len(content) >= length:
             documents[hashlib.sha256(content).digest()] = np.frombuffer(content, np.uint8)
     if len(documents) < 2:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -74,6 +75,8 @@ class Config:
                       "checkpoint_every"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} was {getattr(self, field)}: expected at least 1")
+        if not 0 <= self.inner_lr < math.inf:
+            raise ValueError(f"inner_lr was {self.inner_lr}: expected a finite number, at least 0")
         if self.mode not in MODES:
             raise ValueError(f"mode was {self.mode!r}: expected one of {', '.join(MODES)}")
         if self.layers < 2:

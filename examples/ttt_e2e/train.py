@@ -265,7 +265,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config.check()
         if training.batch < 1 or training.batch % jax.device_count():
-            raise ValueError(f"batch was {training.batch}: expected a multiple of the {jax.device_count()} devices")
+            raise ValueError(f"batch was {training.batch}: expected at least 1 and a multiple of the devices, "
+                             f"{jax.device_count()}")
+        if not 0 < training.learning_rate < math.inf:
+            raise ValueError(f"learning-rate was {training.learning_rate}: expected a finite number over 0")
         for name, value in (("steps", training.steps), ("held-out", args.held_out), ("save-every", args.save_every)):
             if value < 1:
                 raise ValueError(f"{name} was {value}: expected at least 1")
