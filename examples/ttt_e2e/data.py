@@ -42,7 +42,7 @@ def load(paths: Sequence[Path], length: int) -> Corpus:
         try:
             content = file.read_bytes()
         except OSError as error:
-            raise OSError(f"{file}: {error.strerror}") from error
+            raise OSError(error.errno, error.strerror, str(file)) from error  # Not every error of reading names it.
         if len(content) >= length:
             documents[hashlib.sha256(content).digest()] = np.frombuffer(content, np.uint8)
     if len(documents) < 2:
