@@ -222,13 +222,28 @@ def kernels_run(monkeypatch):
 ])
 def test_kernels_run_where_they_can(platforms, implementation, capability, runs, kernels_run, monkeypatch):
     monkeypatch.setattr(passes, "compute_capability", lambda: capability)
+    monkeypatch.setattr(passes, "FEW_SCORES", 0)
     attention = functools.partial(jttt.dot_product_attention, implementation=implementation)
     jax.jit(attention).trace(QUERY, KEY, VALUE).lower(lowering_platforms=platforms)
     assert kernels_run == ["forward"] * runs
 
 
+@pytest.mark.parametrize(("implementation", "mapped", "more", "runs"), [
+    (None, 1, 0, False), (None, 3, 0, False), (None, 1, 1, True), (None, 3, 1, True), ("triton", 3, 0, True)])
+def test_kernels_are_not_for_few_scores(implementation, mapped, more, runs, kernels_run, monkeypatch):
+    """Scores are counted over batch, query heads and what `jax.vmap` maps, though only query is mapped here."""
+    (B, T, N, _), S = QUERY.shape, KEY.shape[1]
+    monkeypatch.setattr(passes, "compute_capability", lambda: 90)
+    monkeypatch.setattr(passes, "FEW_SCORES", mapped * B * N * T * S - more)
+    attention = jax.vmap(functools.partial(jttt.dot_product_attention, implementation=implementation),
+                         (0, None, None))
+    jax.jit(attention).trace(np.stack([QUERY] * mapped), KEY, VALUE).lower(lowering_platforms=("cuda",))
+    assert kernels_run == ["forward"] * runs
+
+
 def test_float64_never_runs_kernels(kernels_run, monkeypatch):
     monkeypatch.setattr(passes, "compute_capability", lambda: 90)
+    monkeypatch.setattr(passes, "FEW_SCORES", 0)
     with jax.enable_x64(True):
         arrays = [x.astype(np.float64) for x in (QUERY, KEY, VALUE)]
         jax.jit(jttt.dot_product_attention).trace(*arrays).lower(lowering_platforms=("cuda",))
