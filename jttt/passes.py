@@ -147,8 +147,8 @@ def takes_kernels(ctx: mlir.LoweringRuleContext, implementation: Implementation 
     return takes
 
 
-# Up to so many scores, over batch and heads, launching six kernels takes longer than XLA's fused loops and few products
-# do, and the scores are small change. "Small shapes" in benchmarks/NOTES.md has the times.
+# Up to so many scores, over batch and heads, launching kernels takes longer than XLA's fused loops and few products do,
+# and the scores are small change. "Small shapes" in benchmarks/NOTES.md has the times.
 FEW_SCORES = 2**20
 
 

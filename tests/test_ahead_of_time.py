@@ -104,29 +104,6 @@ def test_export_for_cuda_under_the_interpreter_is_an_error():
     assert "RuntimeError: TRITON_INTERPRET was 1, but the computation is lowered for CUDA" in done.stderr
 
 
-FORWARD = """
-import sys
-
-import jax
-import jax.numpy as jnp
-
-import jttt
-
-_, length, implementation = sys.argv
-x = jax.ShapeDtypeStruct((1, int(length), 1, 64), jnp.bfloat16)
-function = jax.jit(lambda *x: jttt.dot_product_attention(*x, implementation=implementation or None))
-print(jax.export.export(function, platforms=["cuda"], disabled_checks=[
-    jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")])(x, x, x).mlir_module())
-"""
-
-
-@pytest.mark.skipif(not HAS_CUDA_PLUGIN, reason="needs JAX's CUDA plugin, though no GPU")
-@pytest.mark.parametrize(("length", "implementation", "takes_kernels"), [
-    (1024, "", False), (1025, "", True), (64, "triton", True), (1025, "xla", False)])
-def test_few_scores_take_plain_formulas_unless_kernels_were_asked_for(length, implementation, takes_kernels):
-    assert bool(kernels_called(output(FORWARD, str(length), implementation))) == takes_kernels
-
-
 # On the CPU.
 
 ARRAYS = plain.Problem(T=9, S=9, N=2, K=1, H=4, B=1).draw(np.float32)[0]

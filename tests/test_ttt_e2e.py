@@ -352,6 +352,19 @@ def test_empty_files_are_refused(folder, tmp_path, monkeypatch, capsys):
     assert "0 of 2 are that long" in capsys.readouterr().err
 
 
+def test_a_file_that_cannot_be_read_is_named(folder, tmp_path, monkeypatch, capsys):
+    """By errors of opening it, and by those of reading, which do not name it themselves."""
+    def fail(path):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.delattr(train, "train")
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    (tmp_path / "broken").touch()
+    with pytest.raises(SystemExit):
+        train.main(command(folder, "refused", f"--data={tmp_path}"))
+    assert f"Input/output error: '{tmp_path / 'broken'}'" in capsys.readouterr().err
+
+
 def test_a_machine_without_orbax(folder, monkeypatch, capsys):
     monkeypatch.setattr(checkpoints, "orbax", None)
     monkeypatch.delattr(train, "train")

@@ -20,7 +20,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
-# Twice as many as a Hopper GPU runs at once.
+# Twice `blocks.AT_ONCE`: as many as even each other out, by a simulation.
 ENOUGH_PROGRAMS = tl.constexpr(528)
 
 
