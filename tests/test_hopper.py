@@ -72,7 +72,7 @@ def test_a_high_bias_of_keys_past_the_last_query(height):
 
 @pytest.mark.parametrize("kind", ["causal_window", "key_lengths"])
 def test_programs_that_share_the_work_of_a_block(kind, monkeypatch):
-    monkeypatch.setattr(blocks, "shares", lambda programs, tiles, alike: 3)
+    monkeypatch.setattr(blocks, "shares", lambda *_: 3)
     arguments = dense.floats(SIZES.draw() | KINDS[kind], np.float16)
     with gluon.on_host(Blocks(8, 8, 4, 2)):
         check(dense.orders(attention, arguments), dense.exact_orders(arguments), np.float16)

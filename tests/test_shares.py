@@ -19,7 +19,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_shares_add_up_to_the_whole(case, monkeypatch):
-    monkeypatch.setattr(blocks, "shares", lambda programs, tiles, alike: 3)
+    monkeypatch.setattr(blocks, "shares", lambda *_: 3)
     generator = np.random.default_rng(0)
     arrays = [jnp.asarray(generator.standard_normal(shape, np.float32))
               for shape in ((2, 70, 2, 16), (2, 90, 1, 16), (2, 90, 1, 24))]
@@ -42,20 +42,22 @@ def test_shares_add_up_to_the_whole(case, monkeypatch):
         assert plain.error(mine, np.asarray(expected, np.float64)) < 3e-6
 
 
-@pytest.mark.parametrize(("programs", "tiles", "alike", "expected"), [
-    (264, 100, True, 1),  # a full GPU
-    (10_000, 100, False, 1),
-    (128, 128, True, 2),  # half of one
-    (192, 144, True, 4),  # 2.9 rounds of a quarter each, not one of a whole
-    (32, 64, True, 8),
-    (8, 16, True, 2),  # eight tiles at least
-    (8, 15, True, 1),
-    (1, 1, True, 1),
-    (256, 64, True, 1),
-    (256, 64, False, 2),  # a round as long as its longest program, when the average is half of that
+@pytest.mark.parametrize(("programs", "at_once", "tiles", "alike", "expected"), [
+    (264, 264, 100, True, 1),  # a full GPU
+    (10_000, 264, 100, False, 1),
+    (128, 264, 128, True, 2),  # half of one
+    (132, 132, 128, True, 1),  # a full one, of programs twice as large
+    (128, 132, 128, False, 2),
+    (192, 264, 144, True, 4),  # 2.9 rounds of a quarter each, not one of a whole
+    (32, 264, 64, True, 8),
+    (8, 264, 16, True, 2),  # eight tiles at least
+    (8, 264, 15, True, 1),
+    (1, 264, 1, True, 1),
+    (256, 264, 64, True, 1),
+    (256, 264, 64, False, 2),  # a round as long as its longest program, when the average is half of that
 ])
-def test_programs_share_their_work_only_if_the_gpu_would_be_idle(programs, tiles, alike, expected):
-    assert blocks.shares(programs, tiles, alike) == expected
+def test_programs_share_their_work_only_if_the_gpu_would_be_idle(programs, at_once, tiles, alike, expected):
+    assert blocks.shares(programs, tiles, alike, at_once) == expected
 
 
 def test_enough_programs_are_twice_those_at_once():

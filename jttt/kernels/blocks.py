@@ -71,11 +71,11 @@ TABLE: dict[int, dict[tuple[str, int, int], Blocks]] = {
         ("tangent_hopper", 64, 2): Blocks(64, 64, 4, 2),
         ("g_query_hopper", 64, 2): Blocks(64, 64, 4, 2),
         ("g_key_value_hopper", 64, 2): Blocks(64, 64, 4, 2, spilled=32),
-        ("forward_hopper", 128, 2): Blocks(64, 64, 4, 3),
+        ("forward_hopper", 128, 2): Blocks(64, 64, 4, 2),
         ("d_query_hopper", 128, 2): Blocks(64, 64, 4, 2),
         ("d_key_value_hopper", 128, 2): Blocks(64, 64, 4, 2),
-        ("tangent_hopper", 128, 2): Blocks(64, 32, 4, 2),
-        ("g_query_hopper", 128, 2): Blocks(64, 64, 4, 1, spilled=16),
+        ("tangent_hopper", 128, 2): Blocks(128, 64, 8, 2, spilled=60),
+        ("g_query_hopper", 128, 2): Blocks(128, 64, 8, 2, spilled=4),
         ("g_key_value_hopper", 128, 2): Blocks(32, 64, 4, 2, spilled=28),
         ("forward_kernel", 64, 2): Blocks(64, 64, 4, 3),
         ("d_query_kernel", 64, 2): Blocks(64, 128, 4, 3),
@@ -132,8 +132,9 @@ TABLE: dict[int, dict[tuple[str, int, int], Blocks]] = {
 def choose(kernel: str, width: int, itemsize: int, capability: int, dense: bool = False) -> Blocks:
     """Blocks of `kernel` for heads of up to `width` numbers of `itemsize` bytes.
 
-    With entries to look up one by one (mask, bias, segments), tiles of 64 keys; and one stage less where
-    the compiler makes the stages, since it then streams these too.
+    With entries to look up one by one (mask, bias, segments), tiles of 64 keys; and one stage less where the compiler
+    makes the stages, since it then streams these too, and in Hopper's programs of eight warps, since the entries take
+    32 KB of shared memory on their way into a tile's layout.
     """
     # 12.x has no more shared memory than 8.6, and none of the matrix instructions of 9.0.
     known = [table for table in TABLE if table <= (80 if capability >= 120 else capability)]
@@ -141,7 +142,7 @@ def choose(kernel: str, width: int, itemsize: int, capability: int, dense: bool 
     fitting = [row for row in table if row[0] == kernel and row[1] >= width and row[2] == itemsize]
     cut = table[min(fitting, key=lambda row: row[1])]
     if dense:
-        stages = cut.stages if kernel.endswith("_hopper") else max(cut.stages - 1, 1)
+        stages = cut.stages if kernel.endswith("_hopper") and cut.warps == 4 else max(cut.stages - 1, 1)
         cut = dataclasses.replace(cut, keys=min(cut.keys, 64), stages=stages)
     return cut
 
@@ -150,21 +151,21 @@ def choose(kernel: str, width: int, itemsize: int, capability: int, dense: bool 
 AT_ONCE = 264
 
 
-def shares(programs: int, tiles: int, alike: bool) -> int:
+def shares(programs: int, tiles: int, alike: bool, at_once: int = AT_ONCE) -> int:
     """How many programs should share the work of one, of which there are `programs` with up to `tiles` tiles each.
 
     One, unless that leaves a GPU partly idle: then the fewest for which it is busy, nearly as well as can be, and
     each has eight tiles at least, since adding up what they made is one more kernel to launch. `alike` says whether
     all have the same work; under a causal mask they have half of the most on average, and the longest come first.
     """
-    if programs >= AT_ONCE:
+    if programs >= at_once:
         return 1
 
     def time(count: int) -> float:
         """In units of the most work that a program has."""
         if alike:
-            return -(-programs * count // AT_ONCE) / count
-        return max(1 / count, programs / (2 * AT_ONCE))
+            return -(-programs * count // at_once) / count
+        return max(1 / count, programs / (2 * at_once))
 
     # Powers of two: each count is a kernel to compile, and lengths vary.
     counts = [count for count in (1, 2, 4, 8, 16) if count == 1 or 8 * count <= tiles]

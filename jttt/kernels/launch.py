@@ -75,6 +75,12 @@ class Launch:
         return 0 if hopper.is_hopper(self.kernel) else self.config.blocks.stages
 
     @property
+    def at_once(self) -> int:
+        """Programs that run at once. A Hopper kernel's program of eight warps has a multiprocessor for itself."""
+        whole = hopper.is_hopper(self.kernel) and self.config.blocks.warps == 8
+        return blocks.AT_ONCE // 2 if whole else blocks.AT_ONCE
+
+    @property
     def options(self) -> dict[str, int]:
         """What else the compiler is told."""
         most = self.config.blocks.most_registers
@@ -167,7 +173,7 @@ def _result(array: str, spec: AttentionSpec, operands: dict[str, Any], batch: tu
 def _shared(launch: Launch) -> Launch:
     """The launch with the work of each block shared by several programs, if it has too few to fill a GPU."""
     config = launch.config
-    shares = blocks.shares(launch.programs, launch.tiles, alike=not config.band.slanted)
+    shares = blocks.shares(launch.programs, launch.tiles, not config.band.slanted, launch.at_once)
     if shares == 1:
         return launch
     layout = dataclasses.replace(config.layout, **{

@@ -13,6 +13,7 @@ def d_query_hopper(query, key, value, bias, key_start, key_end, query_segments, 
     BLOCK_T: gl.constexpr = C.blocks.queries
     BLOCK_S: gl.constexpr = C.blocks.keys
     STAGES: gl.constexpr = C.blocks.stages
+    LEAD: gl.constexpr = STAGES
     TILE: gl.constexpr = stream.accumulator(BLOCK_S, C)
     ROWS: gl.constexpr = stream.layouts(C, "query", "d_output")
     COLUMNS: gl.constexpr = stream.layouts(C, "key", "value")
@@ -25,7 +26,7 @@ def d_query_hopper(query, key, value, bias, key_start, key_end, query_segments, 
     moving = stream.make((key, value), COLUMNS, BLOCK_S, STAGES)
     stream.publish()
     stream.fetch(resident, ROWS, BLOCK_T, batch, head, t0)
-    stream.start(moving, COLUMNS, BLOCK_S, STAGES, walk, count, 0, batch, kv_head)
+    stream.start(moving, COLUMNS, BLOCK_S, STAGES, LEAD, walk, count, 0, batch, kv_head)
     log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
     tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
     row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
@@ -40,17 +41,16 @@ def d_query_hopper(query, key, value, bias, key_start, key_end, query_segments, 
             s0 = tiles.visited(walk, i) * BLOCK_S
             at = (batch, head, T, S, t0, s0)
             columns = (s0 + gl.arange(0, BLOCK_S, gl.SliceLayout(0, TILE)))[None, :]
-            stage = stream.arrive(moving, STAGES, i, 0)
+            stage = stream.arrive(moving, COLUMNS, BLOCK_S, STAGES, LEAD, count, i, 0)
             k = stream.matrix(moving, 0, stage, COLUMNS, BLOCK_S)
             v = stream.matrix(moving, 1, stage, COLUMNS, BLOCK_S)
             x = stream.queue(q, k, zeros)
             dp = stream.queue(do, v, zeros)
-            stream.ahead(moving, COLUMNS, BLOCK_S, STAGES, walk, count, i, 0, batch, kv_head)
             x = tiles.capped(stream.arrived(x, 1), C)
             p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
             ds = p * (stream.arrived(dp, 0) - row_delta)
             dq = stream.arrived(stream.accumulate(tiles.through_cap(ds, x, C), k, dq, C.layout.query, C), 0)
-            stream.behind(moving, COLUMNS, BLOCK_S, STAGES, walk, count, i, 0, batch, kv_head)
+            stream.behind(moving, COLUMNS, BLOCK_S, STAGES, LEAD, walk, count, i, 0, batch, kv_head)
     stream.store_rows(d_query, C.layout.d_query, batch, head, t0, T, BLOCK_T, dq * C.scale, C)
 
 
@@ -62,6 +62,7 @@ def d_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
     BLOCK_T: gl.constexpr = C.blocks.queries
     BLOCK_S: gl.constexpr = C.blocks.keys
     STAGES: gl.constexpr = C.blocks.stages
+    LEAD: gl.constexpr = STAGES
     TILE: gl.constexpr = stream.accumulator(BLOCK_T, C)
     COLUMNS: gl.constexpr = stream.layouts(C, "key", "value")
     ROWS: gl.constexpr = stream.layouts(C, "query", "d_output")
@@ -90,14 +91,14 @@ def d_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
         walk = tiles.walk_queries(block, block_list, block_counts, batch, head, T, S, C)
         full = tiles.steps(walk, False)
         count = full + tiles.steps(walk, True)
-        stream.start(moving, ROWS, BLOCK_T, STAGES, walk, count, turn, batch, head)
-        per_row.start(numbers, NUMBERS, BLOCK_T, STAGES, walk, count, turn, batch, head, T)
+        stream.start(moving, ROWS, BLOCK_T, STAGES, LEAD, walk, count, turn, batch, head)
+        per_row.start(numbers, NUMBERS, BLOCK_T, STAGES, LEAD, walk, count, turn, batch, head, T)
         for MASKED in gl.static_range(2):
             for i in range(full if MASKED else 0, count if MASKED else full):
                 t0 = tiles.visited(walk, i) * BLOCK_T
                 at = (batch, head, T, S, t0, s0)
                 rows = (t0 + gl.arange(0, BLOCK_T, ACROSS))[None, :]
-                stage = stream.arrive(moving, STAGES, i, turn)
+                stage = stream.arrive(moving, ROWS, BLOCK_T, STAGES, LEAD, count, i, turn)
                 q = stream.matrix(moving, 0, stage, ROWS, BLOCK_T)
                 do = stream.matrix(moving, 1, stage, ROWS, BLOCK_T)
                 per_row.arrive(numbers, STAGES, i, turn)
@@ -108,8 +109,6 @@ def d_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
                     log_sum = gl.where(rows < T, log_sum, float("inf"))
                 x = stream.queue(k, q, zeros)
                 dp = None if d_key is None else stream.queue(v, do, zeros)
-                stream.ahead(moving, ROWS, BLOCK_T, STAGES, walk, count, i, turn, batch, head)
-                per_row.ahead(numbers, NUMBERS, BLOCK_T, STAGES, walk, count, i, turn, batch, head, T)
                 tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
                 x = tiles.capped(stream.arrived(x, 0 if d_key is None else 1), C)
                 p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
@@ -120,8 +119,8 @@ def d_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
                     dp = stream.arrived(dp, 0 if d_value is None else 1)
                     dk = stream.accumulate(tiles.through_cap(p * (dp - row_delta), x, C), q, dk, C.layout.key, C)
                 dk, dv = stream.settled(dk, dv)
-                stream.behind(moving, ROWS, BLOCK_T, STAGES, walk, count, i, turn, batch, head)
-                per_row.behind(numbers, NUMBERS, BLOCK_T, STAGES, walk, count, i, turn, batch, head, T)
+                stream.behind(moving, ROWS, BLOCK_T, STAGES, LEAD, walk, count, i, turn, batch, head)
+                per_row.behind(numbers, NUMBERS, BLOCK_T, STAGES, LEAD, walk, count, i, turn, batch, head, T)
         turn += count
 
     if d_key is not None:

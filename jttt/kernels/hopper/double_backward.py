@@ -33,6 +33,7 @@ def tangent_hopper(query, key, value, bias, sinks, key_start, key_end, query_seg
     BLOCK_T: gl.constexpr = C.blocks.queries
     BLOCK_S: gl.constexpr = C.blocks.keys
     STAGES: gl.constexpr = C.blocks.stages
+    LEAD: gl.constexpr = stream.one_place_free(STAGES)
     TILE: gl.constexpr = stream.accumulator(BLOCK_S, C)
     ROW: gl.constexpr = gl.SliceLayout(1, TILE)
     OUTPUT: gl.constexpr = stream.accumulator(tiles.padded(C.layout.value.width), C)
@@ -49,7 +50,7 @@ def tangent_hopper(query, key, value, bias, sinks, key_start, key_end, query_seg
     moving = stream.make((key, t_key, value, t_value), COLUMNS, BLOCK_S, STAGES)
     stream.publish()
     stream.fetch(resident, ROWS, BLOCK_T, batch, head, t0)
-    stream.start(moving, COLUMNS, BLOCK_S, STAGES, walk, count, 0, batch, kv_head)
+    stream.start(moving, COLUMNS, BLOCK_S, STAGES, LEAD, walk, count, 0, batch, kv_head)
     log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
     tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
     acc = stream.nothing(output, C.layout.output, BLOCK_T, C)
@@ -66,14 +67,14 @@ def tangent_hopper(query, key, value, bias, sinks, key_start, key_end, query_seg
             s0 = tiles.visited(walk, i) * BLOCK_S
             at = (batch, head, T, S, t0, s0)
             columns = (s0 + gl.arange(0, BLOCK_S, gl.SliceLayout(0, TILE)))[None, :]
-            stage = stream.arrive(moving, STAGES, i, 0)
+            stage = stream.arrive(moving, COLUMNS, BLOCK_S, STAGES, LEAD, count, i, 0)
             k = stream.matrix(moving, 0, stage, COLUMNS, BLOCK_S)
             tk = stream.matrix(moving, 1, stage, COLUMNS, BLOCK_S)
             v = stream.matrix(moving, 2, stage, COLUMNS, BLOCK_S)
             tv = stream.matrix(moving, 3, stage, COLUMNS, BLOCK_S)
             x = stream.queue(q, k, zeros)
             z = queue_tangent(q, k, tq, tk, zeros)
-            stream.ahead(moving, COLUMNS, BLOCK_S, STAGES, walk, count, i, 0, batch, kv_head)
+            stream.ahead(moving, COLUMNS, BLOCK_S, STAGES, LEAD, walk, count, i, 0, batch, kv_head)
             x = tiles.capped(stream.arrived(x, TANGENTS), C)
             p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
             if tv is not None:
@@ -87,7 +88,7 @@ def tangent_hopper(query, key, value, bias, sinks, key_start, key_end, query_seg
                 total += gl.sum(pa.to(gl.float32), 1)
                 acc = stream.accumulate(pa, v, acc, C.layout.value, C)
             acc = stream.arrived(acc, 0)
-            stream.behind(moving, COLUMNS, BLOCK_S, STAGES, walk, count, i, 0, batch, kv_head)
+            stream.behind(moving, COLUMNS, BLOCK_S, STAGES, LEAD, walk, count, i, 0, batch, kv_head)
 
     rows = (t0 + gl.arange(0, BLOCK_T, gl.SliceLayout(1, OUTPUT)))[:, None]
     mean = gl.convert_layout(total, gl.SliceLayout(1, OUTPUT))[:, None]
@@ -113,6 +114,7 @@ def g_query_hopper(query, key, value, bias, key_start, key_end, query_segments, 
     BLOCK_T: gl.constexpr = C.blocks.queries
     BLOCK_S: gl.constexpr = C.blocks.keys
     STAGES: gl.constexpr = C.blocks.stages
+    LEAD: gl.constexpr = stream.one_place_free(STAGES)
     TILE: gl.constexpr = stream.accumulator(BLOCK_S, C)
     TANGENTS: gl.constexpr = stream.products(C.layout.t_query, C.layout.t_key)
     B: gl.constexpr = stream.products(C.layout.t_value)
@@ -128,7 +130,7 @@ def g_query_hopper(query, key, value, bias, key_start, key_end, query_segments, 
     moving = stream.make((key, value, t_key, t_value), COLUMNS, BLOCK_S, STAGES)
     stream.publish()
     stream.fetch(resident, ROWS, BLOCK_T, batch, head, t0)
-    stream.start(moving, COLUMNS, BLOCK_S, STAGES, walk, count, 0, batch, kv_head)
+    stream.start(moving, COLUMNS, BLOCK_S, STAGES, LEAD, walk, count, 0, batch, kv_head)
     log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
     tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
     row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
@@ -146,7 +148,7 @@ def g_query_hopper(query, key, value, bias, key_start, key_end, query_segments, 
             s0 = tiles.visited(walk, i) * BLOCK_S
             at = (batch, head, T, S, t0, s0)
             columns = (s0 + gl.arange(0, BLOCK_S, gl.SliceLayout(0, TILE)))[None, :]
-            stage = stream.arrive(moving, STAGES, i, 0)
+            stage = stream.arrive(moving, COLUMNS, BLOCK_S, STAGES, LEAD, count, i, 0)
             k = stream.matrix(moving, 0, stage, COLUMNS, BLOCK_S)
             v = stream.matrix(moving, 1, stage, COLUMNS, BLOCK_S)
             tk = stream.matrix(moving, 2, stage, COLUMNS, BLOCK_S)
@@ -155,7 +157,7 @@ def g_query_hopper(query, key, value, bias, key_start, key_end, query_segments, 
             dp = None if mean is None else stream.queue(do, v, zeros)
             z = queue_tangent(q, k, tq, tk, zeros)
             b = stream.queue(do, tv, zeros)
-            stream.ahead(moving, COLUMNS, BLOCK_S, STAGES, walk, count, i, 0, batch, kv_head)
+            stream.ahead(moving, COLUMNS, BLOCK_S, STAGES, LEAD, walk, count, i, 0, batch, kv_head)
             x = tiles.capped(stream.arrived(x, DP + TANGENTS + B), C)
             p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
             dp = None if mean is None else stream.arrived(dp, TANGENTS + B) - row_delta
@@ -172,7 +174,7 @@ def g_query_hopper(query, key, value, bias, key_start, key_end, query_segments, 
                 r += b
             gq = stream.accumulate(second_through_cap(p * r, ds, x, z, C), k, gq, C.layout.query, C)
             gq = stream.arrived(gq, 0)
-            stream.behind(moving, COLUMNS, BLOCK_S, STAGES, walk, count, i, 0, batch, kv_head)
+            stream.behind(moving, COLUMNS, BLOCK_S, STAGES, LEAD, walk, count, i, 0, batch, kv_head)
     stream.store_rows(g_query, C.layout.g_query, batch, head, t0, T, BLOCK_T, gq * C.scale, C)
 
 
@@ -185,6 +187,7 @@ def g_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
     BLOCK_T: gl.constexpr = C.blocks.queries
     BLOCK_S: gl.constexpr = C.blocks.keys
     STAGES: gl.constexpr = C.blocks.stages
+    LEAD: gl.constexpr = stream.one_place_free(STAGES)
     TILE: gl.constexpr = stream.accumulator(BLOCK_T, C)
     TANGENTS: gl.constexpr = stream.products(C.layout.t_query, C.layout.t_key)
     DP: gl.constexpr = stream.products(C.layout.t_lse) if C.layout.g_key is not None else 0
@@ -217,23 +220,23 @@ def g_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
         walk = tiles.walk_queries(block, block_list, block_counts, batch, head, T, S, C)
         full = tiles.steps(walk, False)
         count = full + tiles.steps(walk, True)
-        stream.start(moving, ROWS, BLOCK_T, STAGES, walk, count, turn, batch, head)
-        per_row.start(numbers, NUMBERS, BLOCK_T, STAGES, walk, count, turn, batch, head, T)
+        stream.start(moving, ROWS, BLOCK_T, STAGES, LEAD, walk, count, turn, batch, head)
+        per_row.start(numbers, NUMBERS, BLOCK_T, STAGES, LEAD, walk, count, turn, batch, head, T)
         for MASKED in gl.static_range(2):
             for i in range(full if MASKED else 0, count if MASKED else full):
                 t0 = tiles.visited(walk, i) * BLOCK_T
                 at = (batch, head, T, S, t0, s0)
                 rows = (t0 + gl.arange(0, BLOCK_T, ACROSS))[None, :]
                 log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
-                stage = stream.arrive(moving, STAGES, i, turn)
+                stage = stream.arrive(moving, ROWS, BLOCK_T, STAGES, LEAD, count, i, turn)
                 q = stream.matrix(moving, 0, stage, ROWS, BLOCK_T)
                 do = stream.matrix(moving, 1, stage, ROWS, BLOCK_T)
                 tq = stream.matrix(moving, 2, stage, ROWS, BLOCK_T)
                 x = stream.queue(k, q, zeros)
                 z = queue_tangent(k, q, tk, tq, zeros)
                 dp = stream.queue(v, do, zeros) if DP else None
-                stream.ahead(moving, ROWS, BLOCK_T, STAGES, walk, count, i, turn, batch, head)
-                per_row.ahead(numbers, NUMBERS, BLOCK_T, STAGES, walk, count, i, turn, batch, head, T)
+                stream.ahead(moving, ROWS, BLOCK_T, STAGES, LEAD, walk, count, i, turn, batch, head)
+                per_row.ahead(numbers, NUMBERS, BLOCK_T, STAGES, LEAD, walk, count, i, turn, batch, head, T)
                 per_row.arrive(numbers, STAGES, i, turn)
                 # Columns lie across a tile here and take many registers: each is fetched where it is needed.
                 tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
@@ -261,8 +264,8 @@ def g_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
                         r = stream.arrived(r, 0 if tq is None else 1)
                     gk = stream.accumulate(second_through_cap(p * r, ds, x, z, C), q, gk, C.layout.key, C)
                 gk, gv = stream.settled(gk, gv)
-                stream.behind(moving, ROWS, BLOCK_T, STAGES, walk, count, i, turn, batch, head)
-                per_row.behind(numbers, NUMBERS, BLOCK_T, STAGES, walk, count, i, turn, batch, head, T)
+                stream.behind(moving, ROWS, BLOCK_T, STAGES, LEAD, walk, count, i, turn, batch, head)
+                per_row.behind(numbers, NUMBERS, BLOCK_T, STAGES, LEAD, walk, count, i, turn, batch, head, T)
         turn += count
 
     if g_key is not None:

@@ -14,6 +14,7 @@ def forward_hopper(query, key, value, bias, sinks, key_start, key_end, query_seg
     BLOCK_T: gl.constexpr = C.blocks.queries
     BLOCK_S: gl.constexpr = C.blocks.keys
     STAGES: gl.constexpr = C.blocks.stages
+    LEAD: gl.constexpr = STAGES
     WIDTH: gl.constexpr = tiles.padded(C.layout.value.width)
     TILE: gl.constexpr = stream.accumulator(BLOCK_S, C)
     ROW: gl.constexpr = gl.SliceLayout(1, TILE)
@@ -31,8 +32,8 @@ def forward_hopper(query, key, value, bias, sinks, key_start, key_end, query_seg
     values = stream.make((value, ), V, BLOCK_S, STAGES)
     stream.publish()
     stream.fetch(queries, Q, BLOCK_T, batch, head, t0)
-    stream.start(keys, K, BLOCK_S, STAGES, walk, count, 0, batch, kv_head)
-    stream.start(values, V, BLOCK_S, STAGES, walk, count, 0, batch, kv_head)
+    stream.start(keys, K, BLOCK_S, STAGES, LEAD, walk, count, 0, batch, kv_head)
+    stream.start(values, V, BLOCK_S, STAGES, LEAD, walk, count, 0, batch, kv_head)
 
     sink, one = tiles.first_peak(sinks, batch, head, C)
     peak = gl.zeros([BLOCK_T], gl.float32, ROW) + sink
@@ -44,10 +45,10 @@ def forward_hopper(query, key, value, bias, sinks, key_start, key_end, query_seg
 
     # Products of the first tile; where there is none, of whatever lies there, and nobody looks at them.
     stream.wait(keys, 0, STAGES, count > 0)
-    x = warpgroup_mma(q, stream.matrix(keys, 0, 0, K, BLOCK_S).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    stream.ahead(keys, K, BLOCK_S, STAGES, walk, count, 0, 0, batch, kv_head)
-    x = warpgroup_mma_wait(0, deps=[x])
-    stream.behind(keys, K, BLOCK_S, STAGES, walk, count, 0, 0, batch, kv_head)
+    stream.arm(keys, K, BLOCK_S, 0, STAGES < count)
+    k = stream.matrix(keys, 0, 0, K, BLOCK_S)
+    x = warpgroup_mma_wait(0, deps=[warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)])
+    stream.behind(keys, K, BLOCK_S, STAGES, LEAD, walk, count, 0, 0, batch, kv_head)
 
     # Tiles that are wholly visible, tiles that need a mask, and the last one, behind which nothing is queued.
     last = gl.maximum(count - 1, 0)
@@ -58,12 +59,11 @@ def forward_hopper(query, key, value, bias, sinks, key_start, key_end, query_seg
             s0 = tiles.visited(walk, i) * BLOCK_S
             at = (batch, head, T, S, t0, s0)
             columns = (s0 + gl.arange(0, BLOCK_S, gl.SliceLayout(0, TILE)))[None, :]
-            v_stage = stream.arrive(values, STAGES, i, 0)
+            v_stage = stream.arrive(values, V, BLOCK_S, STAGES, LEAD, count, i, 0)
             if PART != 2:
-                k = stream.matrix(keys, 0, stream.arrive(keys, STAGES, i + 1, 0), K, BLOCK_S)
+                k_stage = stream.arrive(keys, K, BLOCK_S, STAGES, LEAD, count, i + 1, 0)
+                k = stream.matrix(keys, 0, k_stage, K, BLOCK_S)
                 next_x = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-                stream.ahead(keys, K, BLOCK_S, STAGES, walk, count, i + 1, 0, batch, kv_head)
-                stream.ahead(values, V, BLOCK_S, STAGES, walk, count, i, 0, batch, kv_head)
             p, decay, peak, total = tiles.softmax_step(tiles.capped(x, C), peak, total, bias, hidden, at, rows, columns,
                                                        C, PART != 0)
             p = gl.convert_layout(p.to(value.dtype), stream.left_operand(WIDTH, C))
@@ -73,8 +73,8 @@ def forward_hopper(query, key, value, bias, sinks, key_start, key_end, query_seg
                 acc = warpgroup_mma_wait(0, deps=[next_acc])
             else:
                 x, acc = warpgroup_mma_wait(0, deps=[next_x, next_acc])
-                stream.behind(values, V, BLOCK_S, STAGES, walk, count, i, 0, batch, kv_head)
-                stream.behind(keys, K, BLOCK_S, STAGES, walk, count, i + 1, 0, batch, kv_head)
+                stream.behind(values, V, BLOCK_S, STAGES, LEAD, walk, count, i, 0, batch, kv_head)
+                stream.behind(keys, K, BLOCK_S, STAGES, LEAD, walk, count, i + 1, 0, batch, kv_head)
 
     norm = gl.convert_layout(gl.where(total == 0, 1.0, total), gl.SliceLayout(1, OUTPUT))
     stream.store_rows(output, C.layout.output, batch, head, t0, T, BLOCK_T, acc / norm[:, None], C)

@@ -47,8 +47,9 @@ def bring(numbers, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, wa
 
 
 @gluon.jit
-def start(numbers, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, walk, count, turn, batch, head, length):
-    for i in gl.static_range(stream.first_tiles(STAGES)):
+def start(numbers, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr, walk, count, turn,
+          batch, head, length):
+    for i in gl.static_range(LEAD):
         bring(numbers, L, ROWS, STAGES, walk, count, i, turn, batch, head, length)
 
 
@@ -59,17 +60,17 @@ def arrive(numbers, STAGES: gl.constexpr, i, turn):
 
 
 @gluon.jit
-def ahead(numbers, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, walk, count, i, turn, batch, head,
-          length):
-    if STAGES > 1:
-        bring(numbers, L, ROWS, STAGES, walk, count, i + STAGES - 1, turn, batch, head, length)
+def ahead(numbers, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr, walk, count, i, turn,
+          batch, head, length):
+    if LEAD < STAGES:
+        bring(numbers, L, ROWS, STAGES, walk, count, i + LEAD, turn, batch, head, length)
 
 
 @gluon.jit
-def behind(numbers, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, walk, count, i, turn, batch, head,
-           length):
-    if STAGES == 1:
-        bring(numbers, L, ROWS, STAGES, walk, count, i + 1, turn, batch, head, length)
+def behind(numbers, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr, walk, count, i, turn,
+           batch, head, length):
+    if LEAD == STAGES:
+        bring(numbers, L, ROWS, STAGES, walk, count, i + STAGES, turn, batch, head, length)
 
 
 @gluon.jit

@@ -4,10 +4,11 @@ A stream is (arrays, buffers, arrived): arrays that advance together, such as (k
 descriptor or None; room for `stages` tiles of each; and one barrier a stage, on which its tiles arrive.
 Their layouts travel beside it, in a tuple L. Tiles are [rows, padded width], zero outside of an array.
 
-A kernel's loop turns tile by tile: `arrive` waits for the tiles of this turn, products that read them are queued,
-and while they run `ahead` asks for what comes into the place of the turn before. Asking is slow: Triton has all warps
-meet before a barrier is armed and between any two requests, and one of them makes the requests. Where there is but
-one place, `behind` asks when nothing reads the tiles of this turn any more.
+A kernel's loop turns tile by tile: `arrive` waits for the tiles of this turn, and products that read them are queued.
+LEAD tiles are on their way when it begins. With all places filled then, `behind` asks for the next tile when nothing
+reads those of this turn any more. With one left free, `ahead` asks while the first products run. Asking is slow: Triton
+has all warps meet before a barrier is armed and between any two requests, and one of them makes the requests. Which
+is faster, and by how much, is a question to the GPU ("Requests behind products" in benchmarks/NOTES.md).
 """
 
 import triton
@@ -122,37 +123,43 @@ def bring(stream, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, wal
 
 
 @gluon.jit
-def start(stream, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, walk, count, turn, batch, head):
-    """Sets the first tiles of a walk on their way."""
-    for i in gl.static_range(first_tiles(STAGES)):
+def start(stream, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr, walk, count, turn,
+          batch, head):
+    """Sets the first LEAD tiles of a walk on their way."""
+    for i in gl.static_range(LEAD):
         bring(stream, L, ROWS, STAGES, walk, count, i, turn, batch, head)
 
 
-@triton.constexpr_function
-def first_tiles(stages):
-    """How many tiles are on their way when a walk begins; the place of one more is filled in its first turn."""
-    return max(stages - 1, 1)
-
-
 @gluon.jit
-def arrive(stream, STAGES: gl.constexpr, i, turn):
-    """Waits for tile i of the walk that began in `turn`; returns its stage."""
+def arrive(stream, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr, count, i, turn):
+    """Waits for tile i of the walk that began in `turn`; returns its stage, armed for what `behind` asks for."""
     wait(stream, turn + i, STAGES, True)
-    return (turn + i) % STAGES
+    stage = (turn + i) % STAGES
+    if LEAD == STAGES:
+        arm(stream, L, ROWS, stage, i + STAGES < count)
+    return stage
 
 
 @gluon.jit
-def ahead(stream, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, walk, count, i, turn, batch, head):
-    """Asks for the tile that comes into the place of tile i − 1, of which all products are done."""
-    if STAGES > 1:
-        bring(stream, L, ROWS, STAGES, walk, count, i + STAGES - 1, turn, batch, head)
+def ahead(stream, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr, walk, count, i, turn,
+          batch, head):
+    """Asks for the tile that comes into the place of tile i − 1, of which all products are done, if that is free."""
+    if LEAD < STAGES:
+        bring(stream, L, ROWS, STAGES, walk, count, i + LEAD, turn, batch, head)
 
 
 @gluon.jit
-def behind(stream, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, walk, count, i, turn, batch, head):
-    """Asks for the tile that comes into the only place there is, that of tile i, of which all products are done."""
-    if STAGES == 1:
-        bring(stream, L, ROWS, STAGES, walk, count, i + 1, turn, batch, head)
+def behind(stream, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr, walk, count, i, turn,
+           batch, head):
+    """Asks for the tile that comes into the place of tile i, of which all products are done, unless `ahead` will."""
+    if LEAD == STAGES:
+        ask(stream, L, (turn + i) % STAGES, batch, head, tiles.visited(walk, i + STAGES) * ROWS, i + STAGES < count)
+
+
+@triton.constexpr_function
+def one_place_free(stages):
+    """LEAD of a loop that asks ahead; where there is but one place, it cannot."""
+    return max(stages - 1, 1)
 
 
 @gluon.jit
