@@ -69,6 +69,13 @@ def test_a_row_is_compiled_as_the_kernel_that_it_names():
         assert planned.config.blocks == blocks.TABLE[90][kernel, 64, 2]
 
 
+def test_a_hopper_program_of_eight_warps_has_a_multiprocessor_for_itself():
+    small, large = (resources.launch_of("g_query_hopper", 128, jnp.bfloat16, 90, cut=cut)
+                    for cut in (Blocks(64, 64, 4, 1), Blocks(128, 64, 8, 2)))
+    plain = resources.launch_of("g_query_kernel", 128, jnp.bfloat16, 90, cut=Blocks(128, 64, 8, 2))
+    assert (small.at_once, large.at_once, plain.at_once) == (264, 132, 264)
+
+
 def test_rows_are_written_in_their_places(tmp_path):
     path = tmp_path / "blocks.py"
     path.write_text(Path(blocks.__file__).read_text())
