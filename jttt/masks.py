@@ -140,15 +140,31 @@ def tile_status(band: Band, masks: Arrays, queries: int, keys: int, rows: int, c
     return jnp.where(some, jnp.where(every, FULL, MIXED), HIDDEN).astype(jnp.int8)
 
 
-def block_list(status: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The tiles to visit in each row of tiles, `status` being `[..., rows, columns]`.
+def key_blocks(status: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`block_list` of the keys that each block of queries meets, from a `tile_status`."""
+    return block_list(status[..., None])
 
-    Returns int32 `[..., rows, columns]`, the columns of FULL tiles, then those of MIXED ones, each
-    in order, then the rest; and int32 `[..., rows, 2]`, how many there are of the two kinds.
+
+def query_blocks(status: jax.Array, key_heads: int) -> tuple[jax.Array, jax.Array]:
+    """`block_list` of the queries that each block of keys meets, of all heads that share it."""
+    *front, heads, rows, columns = status.shape
+    if heads == 1:
+        return block_list(jnp.swapaxes(status, -1, -2)[..., None])
+    grouped = status.reshape(*front, key_heads, heads // key_heads, rows, columns)
+    return block_list(jnp.moveaxis(grouped, (-1, -2, -3), (-3, -2, -1)))
+
+
+def block_list(status: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The tiles to visit for each block, `status` being `[..., block, other block, member]`: where heads of a group
+    differ, each has tiles of its own.
+
+    Returns int32 of the same shape, tile `other · members + member` for those that are FULL, then for those that are
+    MIXED, each in order, then the rest; and int32 `[..., block, 2]`, how many there are of the two kinds.
     """
-    order = jnp.argsort(FULL - status, axis=-1, stable=True).astype(jnp.int32)
-    counts = [jnp.sum(status == kind, axis=-1, dtype=jnp.int32) for kind in (FULL, MIXED)]
-    return order, jnp.stack(counts, axis=-1)
+    tiles = status.reshape(*status.shape[:-2], -1)
+    order = jnp.argsort(FULL - tiles, axis=-1, stable=True).astype(jnp.int32)
+    counts = [jnp.sum(tiles == kind, axis=-1, dtype=jnp.int32) for kind in (FULL, MIXED)]
+    return order.reshape(status.shape), jnp.stack(counts, axis=-1)
 
 
 def _axes_in_front(masks: Arrays) -> int:

@@ -429,15 +429,29 @@ def test_status_of_tiles(data, T, S, rows, columns):
     status = np.broadcast_to(masks.tile_status(band, hidden, T, S, rows, columns), some.shape)
     assert every[status == masks.FULL].all()
     assert not some[status == masks.HIDDEN].any()
-    check_block_list(status)
+    check_block_lists(masks.tile_status(band, hidden, T, S, rows, columns))
 
 
-def check_block_list(status):
-    order, counts = masks.block_list(jnp.asarray(status))
+def check_block_lists(status):
+    status = np.asarray(status)
+    *batch, heads, query_tiles, key_tiles = status.shape
+    order, counts = masks.key_blocks(jnp.asarray(status))
+    assert order.shape == (*batch, heads, query_tiles, key_tiles, 1)
     for place in np.ndindex(status.shape[:-1]):
-        full, mixed = (np.flatnonzero(status[place] == kind) for kind in (masks.FULL, masks.MIXED))
-        np.testing.assert_array_equal(counts[place], [len(full), len(mixed)])
-        np.testing.assert_array_equal(order[place][:len(full) + len(mixed)], [*full, *mixed])
+        check_list(order[place], counts[place], status[place])
+
+    # All heads of a batch share a key head here; unless the mask is that of all heads, each has tiles of its own.
+    order, counts = masks.query_blocks(jnp.asarray(status), 1)
+    assert order.shape == (*batch, 1, key_tiles, query_tiles, heads)
+    for *place, _, block in np.ndindex(order.shape[:-2]):
+        check_list(order[*place, 0, block], counts[*place, 0, block], status[*place, :, :, block].T)
+
+
+def check_list(order, counts, status):
+    """Of one block: `status` of the tiles `[other block, member]` that it meets."""
+    full, mixed = (np.flatnonzero(status == kind) for kind in (masks.FULL, masks.MIXED))
+    np.testing.assert_array_equal(counts, [len(full), len(mixed)])
+    np.testing.assert_array_equal(order.ravel()[:len(full) + len(mixed)], [*full, *mixed])
 
 
 @pytest.mark.parametrize("kind", [

@@ -27,7 +27,8 @@ def d_query_kernel(query, key, value, bias, key_start, key_end, query_segments, 
     walk = tiles.walk_keys(block, block_list, block_counts, batch, head, T, S, C)
     for MASKED in tl.static_range(2):
         for i in range(tiles.steps(walk, MASKED)):
-            s0 = tiles.step(walk, i, MASKED) * BLOCK_S
+            key_block, _ = tiles.step(walk, i, MASKED)
+            s0 = key_block * BLOCK_S
             at = (batch, head, T, S, t0, s0)
             columns = (s0 + tl.arange(0, BLOCK_S))[None, :]
             k = tiles.load_rows(key, C.layout.key, batch, kv_head, s0, S, BLOCK_S, MASKED)
@@ -57,26 +58,25 @@ def d_key_value_kernel(query, key, value, bias, key_start, key_end, query_segmen
     if d_value is not None:
         dv = tl.zeros([BLOCK_S, tiles.padded(C.layout.value.width)], tl.float32)
 
-    for member in range(C.group):
-        head = kv_head * C.group + member
-        walk = tiles.walk_queries(block, block_list, block_counts, batch, head, T, S, C)
-        for MASKED in tl.static_range(2):
-            for i in range(tiles.steps(walk, MASKED)):
-                t0 = tiles.step(walk, i, MASKED) * BLOCK_T
-                at = (batch, head, T, S, t0, s0)
-                rows = (t0 + tl.arange(0, BLOCK_T))[None, :]
-                q = tiles.load_rows(query, C.layout.query, batch, head, t0, T, BLOCK_T, MASKED)
-                do = tiles.load_rows(d_output, C.layout.d_output, batch, head, t0, T, BLOCK_T, MASKED)
-                log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
-                tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
-                x = tiles.capped(tiles.product(k, tl.trans(q), C), C)
-                p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
-                if d_value is not None:
-                    dv = tiles.product(p, do, C, dv)
-                if d_key is not None:
-                    row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
-                    ds = p * (tiles.product(v, tl.trans(do), C) - row_delta)
-                    dk = tiles.product(tiles.through_cap(ds, x, C), q, C, dk)
+    walk = tiles.walk_queries(block, block_list, block_counts, batch, kv_head, T, S, C)
+    for MASKED in tl.static_range(2):
+        for i in range(tiles.steps(walk, MASKED)):
+            query_block, head = tiles.step(walk, i, MASKED)
+            t0 = query_block * BLOCK_T
+            at = (batch, head, T, S, t0, s0)
+            rows = (t0 + tl.arange(0, BLOCK_T))[None, :]
+            q = tiles.load_rows(query, C.layout.query, batch, head, t0, T, BLOCK_T, MASKED)
+            do = tiles.load_rows(d_output, C.layout.d_output, batch, head, t0, T, BLOCK_T, MASKED)
+            log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
+            tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
+            x = tiles.capped(tiles.product(k, tl.trans(q), C), C)
+            p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
+            if d_value is not None:
+                dv = tiles.product(p, do, C, dv)
+            if d_key is not None:
+                row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
+                ds = p * (tiles.product(v, tl.trans(do), C) - row_delta)
+                dk = tiles.product(tiles.through_cap(ds, x, C), q, C, dk)
 
     if d_key is not None:
         tiles.store_rows(d_key, C.layout.d_key, batch, kv_head, s0, S, BLOCK_S, dk * C.scale)

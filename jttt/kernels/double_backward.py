@@ -92,7 +92,8 @@ def tangent_kernel(query, key, value, bias, sinks, key_start, key_end, query_seg
     walk = tiles.walk_keys(block, block_list, block_counts, batch, head, T, S, C)
     for MASKED in tl.static_range(2):
         for i in range(tiles.steps(walk, MASKED)):
-            s0 = tiles.step(walk, i, MASKED) * BLOCK_S
+            key_block, _ = tiles.step(walk, i, MASKED)
+            s0 = key_block * BLOCK_S
             at = (batch, head, T, S, t0, s0)
             columns = (s0 + tl.arange(0, BLOCK_S))[None, :]
             k = tiles.load_rows(key, C.layout.key, batch, kv_head, s0, S, BLOCK_S, MASKED)
@@ -150,7 +151,8 @@ def g_query_kernel(query, key, value, bias, key_start, key_end, query_segments, 
     walk = tiles.walk_keys(block, block_list, block_counts, batch, head, T, S, C)
     for MASKED in tl.static_range(2):
         for i in range(tiles.steps(walk, MASKED)):
-            s0 = tiles.step(walk, i, MASKED) * BLOCK_S
+            key_block, _ = tiles.step(walk, i, MASKED)
+            s0 = key_block * BLOCK_S
             at = (batch, head, T, S, t0, s0)
             columns = (s0 + tl.arange(0, BLOCK_S))[None, :]
             k = tiles.load_rows(key, C.layout.key, batch, kv_head, s0, S, BLOCK_S, MASKED)
@@ -193,37 +195,36 @@ def g_key_value_kernel(query, key, value, bias, key_start, key_end, query_segmen
     if g_value is not None:
         gv = tl.zeros([BLOCK_S, tiles.padded(C.layout.value.width)], tl.float32)
 
-    for member in range(C.group):
-        head = kv_head * C.group + member
-        walk = tiles.walk_queries(block, block_list, block_counts, batch, head, T, S, C)
-        for MASKED in tl.static_range(2):
-            for i in range(tiles.steps(walk, MASKED)):
-                t0 = tiles.step(walk, i, MASKED) * BLOCK_T
-                at = (batch, head, T, S, t0, s0)
-                rows = (t0 + tl.arange(0, BLOCK_T))[None, :]
-                q = tiles.load_rows(query, C.layout.query, batch, head, t0, T, BLOCK_T, MASKED)
-                do = tiles.load_rows(d_output, C.layout.d_output, batch, head, t0, T, BLOCK_T, MASKED)
-                tq = tiles.load_rows(t_query, C.layout.t_query, batch, head, t0, T, BLOCK_T, MASKED)
-                log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
-                tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
-                row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
-                mean = tiles.load_optional_column(t_lse, C.layout.t_lse, batch, head, T, rows)
-                w = tiles.load_column(row_term, C.layout.row_term, batch, head, T, rows)
-                x = tiles.capped(tiles.product(k, tl.trans(q), C), C)
-                p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
-                z = product_tangent(k, q, tk, tq, C)
-                a = centred(score_tangent(x, z, t_bias, at, rows, columns, C), mean)
-                if g_value is not None:
-                    gv = tiles.product(p * a, do, C, gv)
-                if g_key is not None:
-                    dp = None if mean is None else tiles.product(v, tl.trans(do), C) - row_delta
-                    ds = None if mean is None else p * dp
-                    r = second_gradient(dp, a, w, tl.zeros(p.shape, tl.float32))
-                    if tv is not None:
-                        r = tiles.product(tv, tl.trans(do), C, r)
-                    gk = tiles.product(second_through_cap(p * r, ds, x, z, C), q, C, gk)
-                    if t_query is not None:
-                        gk = tiles.product(tiles.through_cap(ds, x, C), tq, C, gk)
+    walk = tiles.walk_queries(block, block_list, block_counts, batch, kv_head, T, S, C)
+    for MASKED in tl.static_range(2):
+        for i in range(tiles.steps(walk, MASKED)):
+            query_block, head = tiles.step(walk, i, MASKED)
+            t0 = query_block * BLOCK_T
+            at = (batch, head, T, S, t0, s0)
+            rows = (t0 + tl.arange(0, BLOCK_T))[None, :]
+            q = tiles.load_rows(query, C.layout.query, batch, head, t0, T, BLOCK_T, MASKED)
+            do = tiles.load_rows(d_output, C.layout.d_output, batch, head, t0, T, BLOCK_T, MASKED)
+            tq = tiles.load_rows(t_query, C.layout.t_query, batch, head, t0, T, BLOCK_T, MASKED)
+            log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
+            tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
+            row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
+            mean = tiles.load_optional_column(t_lse, C.layout.t_lse, batch, head, T, rows)
+            w = tiles.load_column(row_term, C.layout.row_term, batch, head, T, rows)
+            x = tiles.capped(tiles.product(k, tl.trans(q), C), C)
+            p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
+            z = product_tangent(k, q, tk, tq, C)
+            a = centred(score_tangent(x, z, t_bias, at, rows, columns, C), mean)
+            if g_value is not None:
+                gv = tiles.product(p * a, do, C, gv)
+            if g_key is not None:
+                dp = None if mean is None else tiles.product(v, tl.trans(do), C) - row_delta
+                ds = None if mean is None else p * dp
+                r = second_gradient(dp, a, w, tl.zeros(p.shape, tl.float32))
+                if tv is not None:
+                    r = tiles.product(tv, tl.trans(do), C, r)
+                gk = tiles.product(second_through_cap(p * r, ds, x, z, C), q, C, gk)
+                if t_query is not None:
+                    gk = tiles.product(tiles.through_cap(ds, x, C), tq, C, gk)
 
     if g_key is not None:
         tiles.store_rows(g_key, C.layout.g_key, batch, kv_head, s0, S, BLOCK_S, gk * C.scale)

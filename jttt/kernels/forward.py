@@ -26,7 +26,8 @@ def forward_kernel(query, key, value, bias, sinks, key_start, key_end, query_seg
     walk = tiles.walk_keys(block, block_list, block_counts, batch, head, T, S, C)
     for MASKED in tl.static_range(2):
         for i in range(tiles.steps(walk, MASKED)):
-            s0 = tiles.step(walk, i, MASKED) * BLOCK_S
+            key_block, _ = tiles.step(walk, i, MASKED)
+            s0 = key_block * BLOCK_S
             at = (batch, head, T, S, t0, s0)
             columns = (s0 + tl.arange(0, BLOCK_S))[None, :]
             k = tiles.load_rows(key, C.layout.key, batch, kv_head, s0, S, BLOCK_S, MASKED)

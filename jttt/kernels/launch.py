@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 # Triton 3.9 warns where this is unset; fused multiply-adds are what these kernels are written for.
@@ -144,8 +143,9 @@ def launches(name: str, spec: AttentionSpec, operands: dict[str, Any], wanted: S
             if axis == "bias":
                 arrays["tile_status"] = status.reshape((1,) * (len(batch) + 3 - status.ndim) + status.shape)
             else:
-                status = status if axis == "queries" else jnp.swapaxes(status, -1, -2)
-                arrays["block_list"], arrays["block_counts"] = masks.block_list(status)
+                heads = operands["key"].shape[-2]
+                arrays["block_list"], arrays["block_counts"] = (
+                    masks.key_blocks(status) if axis == "queries" else masks.query_blocks(status, heads))
         layouts = {array: _layout(array, x.shape, batch) for array, x in (arrays | results).items() if x is not None}
         shared = batch[-1] if bias is not None and bias.shape[-4] < batch[-1] else 1
         config = KernelConfig(spec.scale, spec.band, spec.soft_cap, spec.precision, blocks_,
@@ -189,7 +189,9 @@ def _layout(array: str, shape: tuple[int, ...], batch: tuple[int, ...]) -> Layou
     if like in ("bias", "mask"):
         heads, rows, columns = shape[-3:]
         return Layout(heads, rows=rows > 1, columns=columns > 1, batch=own_batch)
-    if like in ("block_list", "block_counts", "tile_status"):
+    if like == "block_list":
+        return Layout(shape[-4], shape[-1], batch=own_batch)
+    if like in ("block_counts", "tile_status"):
         return Layout(shape[-3], batch=own_batch)
     if like in PER_POSITION:
         return Layout(1, batch=own_batch)

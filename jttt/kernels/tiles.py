@@ -352,36 +352,40 @@ def visible(hidden, at, rows, columns, C: tl.constexpr):
 
 @triton.jit
 def walk_keys(block, block_list, block_counts, batch, head, T, S, C: tl.constexpr):
-    """The blocks of keys that a block of queries meets, in the order in which to visit them."""
+    """The tiles of keys that a block of queries of `head` meets, in the order in which to visit them."""
     return walk(block, block_list, block_counts, batch, head, T, S, C.band.left, C.band.right, C.blocks.queries,
-                C.blocks.keys, C)
+                C.blocks.keys, head // C.group, 1, C)
 
 
 @triton.jit
-def walk_queries(block, block_list, block_counts, batch, head, T, S, C: tl.constexpr):
-    """The blocks of queries that a block of keys meets, in the order in which to visit them."""
-    return walk(block, block_list, block_counts, batch, head, S, T, C.band.right, C.band.left, C.blocks.keys,
-                C.blocks.queries, C)
+def walk_queries(block, block_list, block_counts, batch, kv_head, T, S, C: tl.constexpr):
+    """The tiles of queries, of all heads that share `kv_head`, that a block of keys meets."""
+    return walk(block, block_list, block_counts, batch, kv_head, S, T, C.band.right, C.band.left, C.blocks.keys,
+                C.blocks.queries, kv_head * C.group, C.group, C)
 
 
 @triton.jit
 def walk(block, block_list, block_counts, batch, head, length, other_length, LEFT: tl.constexpr,
-         RIGHT: tl.constexpr, BLOCK: tl.constexpr, OTHER_BLOCK: tl.constexpr, C: tl.constexpr):
-    """(begin, full_begin, full_end, end, list): blocks in [full_begin, full_end) are visible to all of
-    this block, and whole; the rest of [begin, end) needs a mask; what is outside is hidden.
+         RIGHT: tl.constexpr, BLOCK: tl.constexpr, OTHER_BLOCK: tl.constexpr, first_head, MEMBERS: tl.constexpr,
+         C: tl.constexpr):
+    """(begin, full_begin, full_end, end, list, NAMED, first head, MEMBERS): tiles in [full_begin, full_end) are visible
+    to all of this block, and whole; the rest of [begin, end) needs a mask; what is outside is hidden.
 
-    Position p meets p - LEFT … p + RIGHT. With a block list (`masks.block_list`) the four are places
-    in this block's part of it.
+    Tile block · MEMBERS + m is of the m-th head of those that are met. Position p meets p - LEFT … p + RIGHT. With a
+    block list (`masks.block_list`) the four are places in this block's part of it, and NAMED says how many heads it
+    tells from each other, all or one.
     """
     if block_list is not None:
-        index = own_batch(batch, C.layout.block_list) * C.layout.block_list.heads
-        if C.layout.block_list.heads > 1:
+        L: tl.constexpr = C.layout.block_list
+        index = own_batch(batch, L) * L.heads
+        if L.heads > 1:
             index += head
         index = index * tl.cdiv(length, BLOCK) + block
-        full = tl.load(block_counts + index * 2)
-        mixed = tl.load(block_counts + index * 2 + 1)
-        listed = block_list + index * tl.cdiv(other_length, OTHER_BLOCK)
-        return own_share((0, 0, full, full + mixed, listed), C)
+        alike: tl.constexpr = MEMBERS // L.width
+        full = tl.load(block_counts + index * 2) * alike
+        mixed = tl.load(block_counts + index * 2 + 1) * alike
+        listed = block_list + index * (tl.cdiv(other_length, OTHER_BLOCK) * L.width)
+        return own_share((0, 0, full, full + mixed, listed, L.width, first_head, MEMBERS), C)
     else:
         first = block * BLOCK
         last = tl.minimum(first + BLOCK, length) - 1
@@ -397,55 +401,62 @@ def walk(block, block_list, block_counts, batch, head, length, other_length, LEF
             full_end = tl.minimum(full_end, tl.maximum(first + RIGHT + 1, 0) // OTHER_BLOCK)
         full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
         full_end = tl.minimum(tl.maximum(full_end, full_begin), end)
-        return own_share((begin, full_begin, full_end, end, None), C)
+        return own_share((begin * MEMBERS, full_begin * MEMBERS, full_end * MEMBERS, end * MEMBERS, None, MEMBERS,
+                          first_head, MEMBERS), C)
 
 
 @triton.jit
 def own_share(walked, C: tl.constexpr):
     """The part of a walk that falls to this program where several share a block's work."""
-    begin, full_begin, full_end, end, listed = walked
+    begin, full_begin, full_end, end, listed, NAMED, first_head, MEMBERS = walked
     if C.shares > 1:
-        blocks = end - begin
+        tiles = end - begin
         share = tl.program_id(1)
-        end = begin + blocks * (share + 1) // C.shares
-        begin += blocks * share // C.shares
+        end = begin + tiles * (share + 1) // C.shares
+        begin += tiles * share // C.shares
         full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
         full_end = tl.minimum(tl.maximum(full_end, full_begin), end)
-    return begin, full_begin, full_end, end, listed
+    return begin, full_begin, full_end, end, listed, NAMED, first_head, MEMBERS
 
 
 @triton.jit
 def steps(walked, MASKED: tl.constexpr):
-    """How many blocks of a walk need a mask, or how many need none."""
-    begin, full_begin, full_end, end, listed = walked
+    """How many tiles of a walk need a mask, or how many need none."""
+    begin, full_begin, full_end, end, listed, NAMED, first_head, MEMBERS = walked
     return (full_begin - begin) + (end - full_end) if MASKED else full_end - full_begin
 
 
 @triton.jit
 def visited(walked, i):
-    """The i-th block of a walk, those that need no mask first; anything past the last."""
-    begin, full_begin, full_end, end, listed = walked
+    """(block, head) of the i-th tile of a walk, those that need no mask first; anything past the last."""
+    begin, full_begin, full_end, end, listed, NAMED, first_head, MEMBERS = walked
     full = full_end - full_begin
     before = full_begin - begin
     mixed = i - full
-    place = tl.where(mixed < 0, full_begin + i, tl.where(mixed < before, begin + mixed, full_end + mixed - before))
-    if listed is not None:
-        place = tl.load(listed + place, mask=place < end, other=0)
-    return place
+    return tile_at(walked, tl.where(mixed < 0, full_begin + i,
+                                    tl.where(mixed < before, begin + mixed, full_end + mixed - before)))
 
 
 @triton.jit
 def step(walked, i, MASKED: tl.constexpr):
-    """The i-th block of a walk that needs a mask (those before the full ones, then those after), or none."""
-    begin, full_begin, full_end, end, listed = walked
+    """(block, head) of the i-th tile that needs a mask (those before the full ones, then those after), or none."""
+    begin, full_begin, full_end, end, listed, NAMED, first_head, MEMBERS = walked
     if MASKED:
         before = full_begin - begin
-        place = tl.where(i < before, begin + i, full_end + i - before)
+        return tile_at(walked, tl.where(i < before, begin + i, full_end + i - before))
     else:
-        place = full_begin + i
+        return tile_at(walked, full_begin + i)
+
+
+@triton.jit
+def tile_at(walked, place):
+    """(block, head) of a tile by its place."""
+    begin, full_begin, full_end, end, listed, NAMED, first_head, MEMBERS = walked
+    tile = place
     if listed is not None:
-        place = tl.load(listed + place)
-    return place
+        alike: tl.constexpr = MEMBERS // NAMED
+        tile = tl.load(listed + place // alike, mask=place < end, other=0) * alike + place % alike
+    return tile // MEMBERS, first_head + tile % MEMBERS
 
 
 # Gradients of a bias

@@ -18,7 +18,6 @@ def d_query_hopper(query, key, value, bias, key_start, key_end, query_segments, 
     ROWS: gl.constexpr = stream.layouts(C, "query", "d_output")
     COLUMNS: gl.constexpr = stream.layouts(C, "key", "value")
     head, batch, t0, walk, full, count = stream.queries_at(T, S, block_list, block_counts, C)
-    kv_head = head // C.group
     hidden = (key_start, key_end, query_segments, key_segments, mask)
     rows = (t0 + gl.arange(0, BLOCK_T, gl.SliceLayout(1, TILE)))[:, None]
 
@@ -26,7 +25,7 @@ def d_query_hopper(query, key, value, bias, key_start, key_end, query_segments, 
     moving = stream.make((key, value), COLUMNS, BLOCK_S, STAGES)
     stream.publish()
     stream.fetch(resident, ROWS, BLOCK_T, batch, head, t0)
-    stream.start(moving, COLUMNS, BLOCK_S, STAGES, LEAD, walk, count, 0, batch, kv_head)
+    stream.start(moving, COLUMNS, BLOCK_S, STAGES, LEAD, walk, count, batch)
     log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
     tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
     row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
@@ -38,10 +37,11 @@ def d_query_hopper(query, key, value, bias, key_start, key_end, query_segments, 
 
     for MASKED in gl.static_range(2):
         for i in range(full if MASKED else 0, count if MASKED else full):
-            s0 = tiles.visited(walk, i) * BLOCK_S
+            key_block, _ = tiles.visited(walk, i)
+            s0 = key_block * BLOCK_S
             at = (batch, head, T, S, t0, s0)
             columns = (s0 + gl.arange(0, BLOCK_S, gl.SliceLayout(0, TILE)))[None, :]
-            stage = stream.arrive(moving, COLUMNS, BLOCK_S, STAGES, LEAD, count, i, 0)
+            stage = stream.arrive(moving, COLUMNS, BLOCK_S, STAGES, LEAD, count, i)
             k = stream.matrix(moving, 0, stage, COLUMNS, BLOCK_S)
             v = stream.matrix(moving, 1, stage, COLUMNS, BLOCK_S)
             x = stream.queue(q, k, zeros)
@@ -50,7 +50,7 @@ def d_query_hopper(query, key, value, bias, key_start, key_end, query_segments, 
             p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
             ds = p * (stream.arrived(dp, 0) - row_delta)
             dq = stream.arrived(stream.accumulate(tiles.through_cap(ds, x, C), k, dq, C.layout.query, C), 0)
-            stream.behind(moving, COLUMNS, BLOCK_S, STAGES, LEAD, walk, count, i, 0, batch, kv_head)
+            stream.behind(moving, COLUMNS, BLOCK_S, STAGES, LEAD, walk, count, i, batch)
     stream.store_rows(d_query, C.layout.d_query, batch, head, t0, T, BLOCK_T, dq * C.scale, C)
 
 
@@ -85,43 +85,40 @@ def d_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
     v = stream.matrix(resident, 1, 0, COLUMNS, BLOCK_S)
     stream.wait(resident, 0, 1, True)
 
-    turn = 0
-    for member in range(C.group):
-        head = kv_head * C.group + member
-        walk = tiles.walk_queries(block, block_list, block_counts, batch, head, T, S, C)
-        full = tiles.steps(walk, False)
-        count = full + tiles.steps(walk, True)
-        stream.start(moving, ROWS, BLOCK_T, STAGES, LEAD, walk, count, turn, batch, head)
-        per_row.start(numbers, NUMBERS, BLOCK_T, STAGES, LEAD, walk, count, turn, batch, head, T)
-        for MASKED in gl.static_range(2):
-            for i in range(full if MASKED else 0, count if MASKED else full):
-                t0 = tiles.visited(walk, i) * BLOCK_T
-                at = (batch, head, T, S, t0, s0)
-                rows = (t0 + gl.arange(0, BLOCK_T, ACROSS))[None, :]
-                stage = stream.arrive(moving, ROWS, BLOCK_T, STAGES, LEAD, count, i, turn)
-                q = stream.matrix(moving, 0, stage, ROWS, BLOCK_T)
-                do = stream.matrix(moving, 1, stage, ROWS, BLOCK_T)
-                per_row.arrive(numbers, STAGES, i, turn)
-                # Ahead of the products, with which it would have to share shared memory's bandwidth.
-                log_sum = tiles.subtrahend(per_row.across(numbers, 0, stage, ACROSS), C)
-                if bias is not None:
-                    # Past T the numbers are zeros, and the exponential of a bias may be infinite.
-                    log_sum = gl.where(rows < T, log_sum, float("inf"))
-                x = stream.queue(k, q, zeros)
-                dp = None if d_key is None else stream.queue(v, do, zeros)
-                tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
-                x = tiles.capped(stream.arrived(x, 0 if d_key is None else 1), C)
-                p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
-                if d_value is not None:
-                    dv = stream.accumulate(p, do, dv, C.layout.value, C)
-                if d_key is not None:
-                    row_delta = per_row.across(numbers, 1, stage, ACROSS)
-                    dp = stream.arrived(dp, 0 if d_value is None else 1)
-                    dk = stream.accumulate(tiles.through_cap(p * (dp - row_delta), x, C), q, dk, C.layout.key, C)
-                dk, dv = stream.settled(dk, dv)
-                stream.behind(moving, ROWS, BLOCK_T, STAGES, LEAD, walk, count, i, turn, batch, head)
-                per_row.behind(numbers, NUMBERS, BLOCK_T, STAGES, LEAD, walk, count, i, turn, batch, head, T)
-        turn += count
+    walk = tiles.walk_queries(block, block_list, block_counts, batch, kv_head, T, S, C)
+    full = tiles.steps(walk, False)
+    count = full + tiles.steps(walk, True)
+    stream.start(moving, ROWS, BLOCK_T, STAGES, LEAD, walk, count, batch)
+    per_row.start(numbers, NUMBERS, BLOCK_T, STAGES, LEAD, walk, count, batch, T)
+    for MASKED in gl.static_range(2):
+        for i in range(full if MASKED else 0, count if MASKED else full):
+            query_block, head = tiles.visited(walk, i)
+            t0 = query_block * BLOCK_T
+            at = (batch, head, T, S, t0, s0)
+            rows = (t0 + gl.arange(0, BLOCK_T, ACROSS))[None, :]
+            stage = stream.arrive(moving, ROWS, BLOCK_T, STAGES, LEAD, count, i)
+            q = stream.matrix(moving, 0, stage, ROWS, BLOCK_T)
+            do = stream.matrix(moving, 1, stage, ROWS, BLOCK_T)
+            per_row.arrive(numbers, STAGES, i)
+            # Ahead of the products, with which it would have to share shared memory's bandwidth.
+            log_sum = tiles.subtrahend(per_row.across(numbers, 0, stage, ACROSS), C)
+            if bias is not None:
+                # Past T the numbers are zeros, and the exponential of a bias may be infinite.
+                log_sum = gl.where(rows < T, log_sum, float("inf"))
+            x = stream.queue(k, q, zeros)
+            dp = None if d_key is None else stream.queue(v, do, zeros)
+            tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
+            x = tiles.capped(stream.arrived(x, 0 if d_key is None else 1), C)
+            p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
+            if d_value is not None:
+                dv = stream.accumulate(p, do, dv, C.layout.value, C)
+            if d_key is not None:
+                row_delta = per_row.across(numbers, 1, stage, ACROSS)
+                dp = stream.arrived(dp, 0 if d_value is None else 1)
+                dk = stream.accumulate(tiles.through_cap(p * (dp - row_delta), x, C), q, dk, C.layout.key, C)
+            dk, dv = stream.settled(dk, dv)
+            stream.behind(moving, ROWS, BLOCK_T, STAGES, LEAD, walk, count, i, batch)
+            per_row.behind(numbers, NUMBERS, BLOCK_T, STAGES, LEAD, walk, count, i, batch, T)
 
     if d_key is not None:
         stream.store_rows(d_key, C.layout.d_key, batch, kv_head, s0, S, BLOCK_S, dk * C.scale, C)

@@ -42,7 +42,6 @@ def tangent_hopper(query, key, value, bias, sinks, key_start, key_end, query_seg
     ROWS: gl.constexpr = stream.layouts(C, "query", "t_query")
     COLUMNS: gl.constexpr = stream.layouts(C, "key", "t_key", "value", "t_value")
     head, batch, t0, walk, full, count = stream.queries_at(T, S, block_list, block_counts, C)
-    kv_head = head // C.group
     hidden = (key_start, key_end, query_segments, key_segments, mask)
     rows = (t0 + gl.arange(0, BLOCK_T, ROW))[:, None]
 
@@ -50,7 +49,7 @@ def tangent_hopper(query, key, value, bias, sinks, key_start, key_end, query_seg
     moving = stream.make((key, t_key, value, t_value), COLUMNS, BLOCK_S, STAGES)
     stream.publish()
     stream.fetch(resident, ROWS, BLOCK_T, batch, head, t0)
-    stream.start(moving, COLUMNS, BLOCK_S, STAGES, LEAD, walk, count, 0, batch, kv_head)
+    stream.start(moving, COLUMNS, BLOCK_S, STAGES, LEAD, walk, count, batch)
     log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
     tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
     acc = stream.nothing(output, C.layout.output, BLOCK_T, C)
@@ -64,17 +63,18 @@ def tangent_hopper(query, key, value, bias, sinks, key_start, key_end, query_seg
 
     for MASKED in gl.static_range(2):
         for i in range(full if MASKED else 0, count if MASKED else full):
-            s0 = tiles.visited(walk, i) * BLOCK_S
+            key_block, _ = tiles.visited(walk, i)
+            s0 = key_block * BLOCK_S
             at = (batch, head, T, S, t0, s0)
             columns = (s0 + gl.arange(0, BLOCK_S, gl.SliceLayout(0, TILE)))[None, :]
-            stage = stream.arrive(moving, COLUMNS, BLOCK_S, STAGES, LEAD, count, i, 0)
+            stage = stream.arrive(moving, COLUMNS, BLOCK_S, STAGES, LEAD, count, i)
             k = stream.matrix(moving, 0, stage, COLUMNS, BLOCK_S)
             tk = stream.matrix(moving, 1, stage, COLUMNS, BLOCK_S)
             v = stream.matrix(moving, 2, stage, COLUMNS, BLOCK_S)
             tv = stream.matrix(moving, 3, stage, COLUMNS, BLOCK_S)
             x = stream.queue(q, k, zeros)
             z = queue_tangent(q, k, tq, tk, zeros)
-            stream.ahead(moving, COLUMNS, BLOCK_S, STAGES, LEAD, walk, count, i, 0, batch, kv_head)
+            stream.ahead(moving, COLUMNS, BLOCK_S, STAGES, LEAD, walk, count, i, batch)
             x = tiles.capped(stream.arrived(x, TANGENTS), C)
             p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
             if tv is not None:
@@ -88,7 +88,7 @@ def tangent_hopper(query, key, value, bias, sinks, key_start, key_end, query_seg
                 total += gl.sum(pa.to(gl.float32), 1)
                 acc = stream.accumulate(pa, v, acc, C.layout.value, C)
             acc = stream.arrived(acc, 0)
-            stream.behind(moving, COLUMNS, BLOCK_S, STAGES, LEAD, walk, count, i, 0, batch, kv_head)
+            stream.behind(moving, COLUMNS, BLOCK_S, STAGES, LEAD, walk, count, i, batch)
 
     rows = (t0 + gl.arange(0, BLOCK_T, gl.SliceLayout(1, OUTPUT)))[:, None]
     mean = gl.convert_layout(total, gl.SliceLayout(1, OUTPUT))[:, None]
@@ -122,7 +122,6 @@ def g_query_hopper(query, key, value, bias, key_start, key_end, query_segments, 
     ROWS: gl.constexpr = stream.layouts(C, "query", "d_output", "t_query")
     COLUMNS: gl.constexpr = stream.layouts(C, "key", "value", "t_key", "t_value")
     head, batch, t0, walk, full, count = stream.queries_at(T, S, block_list, block_counts, C)
-    kv_head = head // C.group
     hidden = (key_start, key_end, query_segments, key_segments, mask)
     rows = (t0 + gl.arange(0, BLOCK_T, gl.SliceLayout(1, TILE)))[:, None]
 
@@ -130,7 +129,7 @@ def g_query_hopper(query, key, value, bias, key_start, key_end, query_segments, 
     moving = stream.make((key, value, t_key, t_value), COLUMNS, BLOCK_S, STAGES)
     stream.publish()
     stream.fetch(resident, ROWS, BLOCK_T, batch, head, t0)
-    stream.start(moving, COLUMNS, BLOCK_S, STAGES, LEAD, walk, count, 0, batch, kv_head)
+    stream.start(moving, COLUMNS, BLOCK_S, STAGES, LEAD, walk, count, batch)
     log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
     tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
     row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
@@ -145,10 +144,11 @@ def g_query_hopper(query, key, value, bias, key_start, key_end, query_segments, 
 
     for MASKED in gl.static_range(2):
         for i in range(full if MASKED else 0, count if MASKED else full):
-            s0 = tiles.visited(walk, i) * BLOCK_S
+            key_block, _ = tiles.visited(walk, i)
+            s0 = key_block * BLOCK_S
             at = (batch, head, T, S, t0, s0)
             columns = (s0 + gl.arange(0, BLOCK_S, gl.SliceLayout(0, TILE)))[None, :]
-            stage = stream.arrive(moving, COLUMNS, BLOCK_S, STAGES, LEAD, count, i, 0)
+            stage = stream.arrive(moving, COLUMNS, BLOCK_S, STAGES, LEAD, count, i)
             k = stream.matrix(moving, 0, stage, COLUMNS, BLOCK_S)
             v = stream.matrix(moving, 1, stage, COLUMNS, BLOCK_S)
             tk = stream.matrix(moving, 2, stage, COLUMNS, BLOCK_S)
@@ -157,7 +157,7 @@ def g_query_hopper(query, key, value, bias, key_start, key_end, query_segments, 
             dp = None if mean is None else stream.queue(do, v, zeros)
             z = queue_tangent(q, k, tq, tk, zeros)
             b = stream.queue(do, tv, zeros)
-            stream.ahead(moving, COLUMNS, BLOCK_S, STAGES, LEAD, walk, count, i, 0, batch, kv_head)
+            stream.ahead(moving, COLUMNS, BLOCK_S, STAGES, LEAD, walk, count, i, batch)
             x = tiles.capped(stream.arrived(x, DP + TANGENTS + B), C)
             p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
             dp = None if mean is None else stream.arrived(dp, TANGENTS + B) - row_delta
@@ -174,7 +174,7 @@ def g_query_hopper(query, key, value, bias, key_start, key_end, query_segments, 
                 r += b
             gq = stream.accumulate(second_through_cap(p * r, ds, x, z, C), k, gq, C.layout.query, C)
             gq = stream.arrived(gq, 0)
-            stream.behind(moving, COLUMNS, BLOCK_S, STAGES, LEAD, walk, count, i, 0, batch, kv_head)
+            stream.behind(moving, COLUMNS, BLOCK_S, STAGES, LEAD, walk, count, i, batch)
     stream.store_rows(g_query, C.layout.g_query, batch, head, t0, T, BLOCK_T, gq * C.scale, C)
 
 
@@ -214,59 +214,56 @@ def g_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
     tv = stream.matrix(resident, 3, 0, COLUMNS, BLOCK_S)
     stream.wait(resident, 0, 1, True)
 
-    turn = 0
-    for member in range(C.group):
-        head = kv_head * C.group + member
-        walk = tiles.walk_queries(block, block_list, block_counts, batch, head, T, S, C)
-        full = tiles.steps(walk, False)
-        count = full + tiles.steps(walk, True)
-        stream.start(moving, ROWS, BLOCK_T, STAGES, LEAD, walk, count, turn, batch, head)
-        per_row.start(numbers, NUMBERS, BLOCK_T, STAGES, LEAD, walk, count, turn, batch, head, T)
-        for MASKED in gl.static_range(2):
-            for i in range(full if MASKED else 0, count if MASKED else full):
-                t0 = tiles.visited(walk, i) * BLOCK_T
-                at = (batch, head, T, S, t0, s0)
-                rows = (t0 + gl.arange(0, BLOCK_T, ACROSS))[None, :]
-                log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
-                stage = stream.arrive(moving, ROWS, BLOCK_T, STAGES, LEAD, count, i, turn)
-                q = stream.matrix(moving, 0, stage, ROWS, BLOCK_T)
-                do = stream.matrix(moving, 1, stage, ROWS, BLOCK_T)
-                tq = stream.matrix(moving, 2, stage, ROWS, BLOCK_T)
-                x = stream.queue(k, q, zeros)
-                z = queue_tangent(k, q, tk, tq, zeros)
-                dp = stream.queue(v, do, zeros) if DP else None
-                stream.ahead(moving, ROWS, BLOCK_T, STAGES, LEAD, walk, count, i, turn, batch, head)
-                per_row.ahead(numbers, NUMBERS, BLOCK_T, STAGES, LEAD, walk, count, i, turn, batch, head, T)
-                per_row.arrive(numbers, STAGES, i, turn)
-                # Columns lie across a tile here and take many registers: each is fetched where it is needed.
-                tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
-                x = tiles.capped(stream.arrived(x, TANGENTS + DP), C)
-                mean = per_row.across(numbers, 0, stage, ACROSS)
-                p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
-                z = stream.arrived(z, DP)
-                if z is not None:
-                    z = z * C.scale
-                a = centred(score_tangent(x, z, t_bias, at, rows, columns, C), mean)
-                if g_value is not None:
-                    gv = stream.accumulate(p * a, do, gv, C.layout.value, C)
-                if g_key is not None:
-                    row_delta = per_row.across(numbers, 1, stage, ACROSS)
-                    w = per_row.across(numbers, 2, stage, ACROSS)
-                    dp = None if mean is None else stream.arrived(dp, 0 if g_value is None else 1) - row_delta
-                    ds = None if mean is None else p * dp
-                    r = second_gradient(dp, a, w, zeros)
-                    if tv is not None:
-                        # Onto what is there already: registers for one more tile there are not.
-                        r = warpgroup_mma(tv, do.permute((1, 0)), r, is_async=True)
-                    if tq is not None:
-                        gk = stream.accumulate(tiles.through_cap(ds, x, C), tq, gk, C.layout.key, C)
-                    if tv is not None:
-                        r = stream.arrived(r, 0 if tq is None else 1)
-                    gk = stream.accumulate(second_through_cap(p * r, ds, x, z, C), q, gk, C.layout.key, C)
-                gk, gv = stream.settled(gk, gv)
-                stream.behind(moving, ROWS, BLOCK_T, STAGES, LEAD, walk, count, i, turn, batch, head)
-                per_row.behind(numbers, NUMBERS, BLOCK_T, STAGES, LEAD, walk, count, i, turn, batch, head, T)
-        turn += count
+    walk = tiles.walk_queries(block, block_list, block_counts, batch, kv_head, T, S, C)
+    full = tiles.steps(walk, False)
+    count = full + tiles.steps(walk, True)
+    stream.start(moving, ROWS, BLOCK_T, STAGES, LEAD, walk, count, batch)
+    per_row.start(numbers, NUMBERS, BLOCK_T, STAGES, LEAD, walk, count, batch, T)
+    for MASKED in gl.static_range(2):
+        for i in range(full if MASKED else 0, count if MASKED else full):
+            query_block, head = tiles.visited(walk, i)
+            t0 = query_block * BLOCK_T
+            at = (batch, head, T, S, t0, s0)
+            rows = (t0 + gl.arange(0, BLOCK_T, ACROSS))[None, :]
+            log_sum = tiles.load_lse(lse, C.layout.lse, batch, head, T, rows, C)
+            stage = stream.arrive(moving, ROWS, BLOCK_T, STAGES, LEAD, count, i)
+            q = stream.matrix(moving, 0, stage, ROWS, BLOCK_T)
+            do = stream.matrix(moving, 1, stage, ROWS, BLOCK_T)
+            tq = stream.matrix(moving, 2, stage, ROWS, BLOCK_T)
+            x = stream.queue(k, q, zeros)
+            z = queue_tangent(k, q, tk, tq, zeros)
+            dp = stream.queue(v, do, zeros) if DP else None
+            stream.ahead(moving, ROWS, BLOCK_T, STAGES, LEAD, walk, count, i, batch)
+            per_row.ahead(numbers, NUMBERS, BLOCK_T, STAGES, LEAD, walk, count, i, batch, T)
+            per_row.arrive(numbers, STAGES, i)
+            # Columns lie across a tile here and take many registers: each is fetched where it is needed.
+            tail = tiles.load_optional_column(lse_tail, C.layout.lse_tail, batch, head, T, rows)
+            x = tiles.capped(stream.arrived(x, TANGENTS + DP), C)
+            mean = per_row.across(numbers, 0, stage, ACROSS)
+            p = tiles.probabilities(x, log_sum, tail, bias, hidden, at, rows, columns, C, MASKED)
+            z = stream.arrived(z, DP)
+            if z is not None:
+                z = z * C.scale
+            a = centred(score_tangent(x, z, t_bias, at, rows, columns, C), mean)
+            if g_value is not None:
+                gv = stream.accumulate(p * a, do, gv, C.layout.value, C)
+            if g_key is not None:
+                row_delta = per_row.across(numbers, 1, stage, ACROSS)
+                w = per_row.across(numbers, 2, stage, ACROSS)
+                dp = None if mean is None else stream.arrived(dp, 0 if g_value is None else 1) - row_delta
+                ds = None if mean is None else p * dp
+                r = second_gradient(dp, a, w, zeros)
+                if tv is not None:
+                    # Onto what is there already: registers for one more tile there are not.
+                    r = warpgroup_mma(tv, do.permute((1, 0)), r, is_async=True)
+                if tq is not None:
+                    gk = stream.accumulate(tiles.through_cap(ds, x, C), tq, gk, C.layout.key, C)
+                if tv is not None:
+                    r = stream.arrived(r, 0 if tq is None else 1)
+                gk = stream.accumulate(second_through_cap(p * r, ds, x, z, C), q, gk, C.layout.key, C)
+            gk, gv = stream.settled(gk, gv)
+            stream.behind(moving, ROWS, BLOCK_T, STAGES, LEAD, walk, count, i, batch)
+            per_row.behind(numbers, NUMBERS, BLOCK_T, STAGES, LEAD, walk, count, i, batch, T)
 
     if g_key is not None:
         stream.store_rows(g_key, C.layout.g_key, batch, kv_head, s0, S, BLOCK_S, gk * C.scale, C)

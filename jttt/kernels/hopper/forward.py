@@ -23,7 +23,6 @@ def forward_hopper(query, key, value, bias, sinks, key_start, key_end, query_seg
     K: gl.constexpr = stream.layouts(C, "key")
     V: gl.constexpr = stream.layouts(C, "value")
     head, batch, t0, walk, full, count = stream.queries_at(T, S, block_list, block_counts, C)
-    kv_head = head // C.group
     hidden = (key_start, key_end, query_segments, key_segments, mask)
     rows = (t0 + gl.arange(0, BLOCK_T, ROW))[:, None]
 
@@ -32,8 +31,8 @@ def forward_hopper(query, key, value, bias, sinks, key_start, key_end, query_seg
     values = stream.make((value, ), V, BLOCK_S, STAGES)
     stream.publish()
     stream.fetch(queries, Q, BLOCK_T, batch, head, t0)
-    stream.start(keys, K, BLOCK_S, STAGES, LEAD, walk, count, 0, batch, kv_head)
-    stream.start(values, V, BLOCK_S, STAGES, LEAD, walk, count, 0, batch, kv_head)
+    stream.start(keys, K, BLOCK_S, STAGES, LEAD, walk, count, batch)
+    stream.start(values, V, BLOCK_S, STAGES, LEAD, walk, count, batch)
 
     sink, one = tiles.first_peak(sinks, batch, head, C)
     peak = gl.zeros([BLOCK_T], gl.float32, ROW) + sink
@@ -48,7 +47,7 @@ def forward_hopper(query, key, value, bias, sinks, key_start, key_end, query_seg
     stream.arm(keys, K, BLOCK_S, 0, STAGES < count)
     k = stream.matrix(keys, 0, 0, K, BLOCK_S)
     x = warpgroup_mma_wait(0, deps=[warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)])
-    stream.behind(keys, K, BLOCK_S, STAGES, LEAD, walk, count, 0, 0, batch, kv_head)
+    stream.behind(keys, K, BLOCK_S, STAGES, LEAD, walk, count, 0, batch)
 
     # Tiles that are wholly visible, tiles that need a mask, and the last one, behind which nothing is queued.
     last = gl.maximum(count - 1, 0)
@@ -56,12 +55,13 @@ def forward_hopper(query, key, value, bias, sinks, key_start, key_end, query_seg
         begin = 0 if PART == 0 else (gl.minimum(full, last) if PART == 1 else last)
         end = gl.minimum(full, last) if PART == 0 else (last if PART == 1 else count)
         for i in range(begin, end):
-            s0 = tiles.visited(walk, i) * BLOCK_S
+            key_block, _ = tiles.visited(walk, i)
+            s0 = key_block * BLOCK_S
             at = (batch, head, T, S, t0, s0)
             columns = (s0 + gl.arange(0, BLOCK_S, gl.SliceLayout(0, TILE)))[None, :]
-            v_stage = stream.arrive(values, V, BLOCK_S, STAGES, LEAD, count, i, 0)
+            v_stage = stream.arrive(values, V, BLOCK_S, STAGES, LEAD, count, i)
             if PART != 2:
-                k_stage = stream.arrive(keys, K, BLOCK_S, STAGES, LEAD, count, i + 1, 0)
+                k_stage = stream.arrive(keys, K, BLOCK_S, STAGES, LEAD, count, i + 1)
                 k = stream.matrix(keys, 0, k_stage, K, BLOCK_S)
                 next_x = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
             p, decay, peak, total = tiles.softmax_step(tiles.capped(x, C), peak, total, bias, hidden, at, rows, columns,
@@ -73,8 +73,8 @@ def forward_hopper(query, key, value, bias, sinks, key_start, key_end, query_seg
                 acc = warpgroup_mma_wait(0, deps=[next_acc])
             else:
                 x, acc = warpgroup_mma_wait(0, deps=[next_x, next_acc])
-                stream.behind(values, V, BLOCK_S, STAGES, LEAD, walk, count, i, 0, batch, kv_head)
-                stream.behind(keys, K, BLOCK_S, STAGES, LEAD, walk, count, i + 1, 0, batch, kv_head)
+                stream.behind(values, V, BLOCK_S, STAGES, LEAD, walk, count, i, batch)
+                stream.behind(keys, K, BLOCK_S, STAGES, LEAD, walk, count, i + 1, batch)
 
     norm = gl.convert_layout(gl.where(total == 0, 1.0, total), gl.SliceLayout(1, OUTPUT))
     stream.store_rows(output, C.layout.output, batch, head, t0, T, BLOCK_T, acc / norm[:, None], C)

@@ -31,14 +31,13 @@ def make(arrays, ROWS: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def bring(numbers, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, walk, count, i, turn, batch, head,
-          length):
-    """Sets those of tile i of a walk of `count` tiles that began in `turn` on their way, if there is one; zeros past
-    `length`."""
+def bring(numbers, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, walk, count, i, batch, length):
+    """Sets those of tile i of a walk of `count` tiles on their way, if there is one; zeros past `length`."""
     arrays, buffers, arrived = numbers
     if i < count:
-        stage = (turn + i) % STAGES
-        rows = tiles.visited(walk, i) * ROWS + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        stage = i % STAGES
+        block, head = tiles.visited(walk, i)
+        rows = block * ROWS + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         for array in gl.static_range(len(arrays)):
             if arrays[array] is not None:
                 pointers = tiles.column_pointers(arrays[array], L[array], batch, head, length, rows)
@@ -47,30 +46,30 @@ def bring(numbers, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, wa
 
 
 @gluon.jit
-def start(numbers, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr, walk, count, turn,
-          batch, head, length):
+def start(numbers, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr, walk, count, batch,
+          length):
     for i in gl.static_range(LEAD):
-        bring(numbers, L, ROWS, STAGES, walk, count, i, turn, batch, head, length)
+        bring(numbers, L, ROWS, STAGES, walk, count, i, batch, length)
 
 
 @gluon.jit
-def arrive(numbers, STAGES: gl.constexpr, i, turn):
+def arrive(numbers, STAGES: gl.constexpr, i):
     arrays, buffers, arrived = numbers
-    mbarrier.wait(arrived.index((turn + i) % STAGES), ((turn + i) // STAGES) & 1)
+    mbarrier.wait(arrived.index(i % STAGES), (i // STAGES) & 1)
 
 
 @gluon.jit
-def ahead(numbers, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr, walk, count, i, turn,
-          batch, head, length):
+def ahead(numbers, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr, walk, count, i, batch,
+          length):
     if LEAD < STAGES:
-        bring(numbers, L, ROWS, STAGES, walk, count, i + LEAD, turn, batch, head, length)
+        bring(numbers, L, ROWS, STAGES, walk, count, i + LEAD, batch, length)
 
 
 @gluon.jit
-def behind(numbers, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr, walk, count, i, turn,
-           batch, head, length):
+def behind(numbers, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr, walk, count, i,
+           batch, length):
     if LEAD == STAGES:
-        bring(numbers, L, ROWS, STAGES, walk, count, i + STAGES, turn, batch, head, length)
+        bring(numbers, L, ROWS, STAGES, walk, count, i + STAGES, batch, length)
 
 
 @gluon.jit

@@ -115,45 +115,50 @@ def wait(stream, turn, STAGES: gl.constexpr, wanted):
 
 
 @gluon.jit
-def bring(stream, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, walk, count, i, turn, batch, head):
-    """Sets tile i of a walk of `count` tiles that began in `turn` on its way, if there is one."""
-    stage = (turn + i) % STAGES
-    arm(stream, L, ROWS, stage, i < count)
-    ask(stream, L, stage, batch, head, tiles.visited(walk, i) * ROWS, i < count)
+def bring(stream, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, walk, count, i, batch):
+    """Sets tile i of a walk of `count` tiles on its way, if there is one."""
+    arm(stream, L, ROWS, i % STAGES, i < count)
+    follow(stream, L, ROWS, i % STAGES, walk, count, i, batch)
 
 
 @gluon.jit
-def start(stream, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr, walk, count, turn,
-          batch, head):
+def follow(stream, L: gl.constexpr, ROWS: gl.constexpr, stage, walk, count, i, batch):
+    """The same where the stage is armed."""
+    block, head = tiles.visited(walk, i)
+    ask(stream, L, stage, batch, head, block * ROWS, i < count)
+
+
+@gluon.jit
+def start(stream, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr, walk, count, batch):
     """Sets the first LEAD tiles of a walk on their way."""
     for i in gl.static_range(LEAD):
-        bring(stream, L, ROWS, STAGES, walk, count, i, turn, batch, head)
+        bring(stream, L, ROWS, STAGES, walk, count, i, batch)
 
 
 @gluon.jit
-def arrive(stream, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr, count, i, turn):
-    """Waits for tile i of the walk that began in `turn`; returns its stage, armed for what `behind` asks for."""
-    wait(stream, turn + i, STAGES, True)
-    stage = (turn + i) % STAGES
+def arrive(stream, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr, count, i):
+    """Waits for tile i of a walk; returns its stage, armed for what `behind` asks for."""
+    wait(stream, i, STAGES, True)
+    stage = i % STAGES
     if LEAD == STAGES:
         arm(stream, L, ROWS, stage, i + STAGES < count)
     return stage
 
 
 @gluon.jit
-def ahead(stream, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr, walk, count, i, turn,
-          batch, head):
+def ahead(stream, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr, walk, count, i,
+          batch):
     """Asks for the tile that comes into the place of tile i − 1, of which all products are done, if that is free."""
     if LEAD < STAGES:
-        bring(stream, L, ROWS, STAGES, walk, count, i + LEAD, turn, batch, head)
+        bring(stream, L, ROWS, STAGES, walk, count, i + LEAD, batch)
 
 
 @gluon.jit
-def behind(stream, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr, walk, count, i, turn,
-           batch, head):
+def behind(stream, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, LEAD: gl.constexpr, walk, count, i,
+           batch):
     """Asks for the tile that comes into the place of tile i, of which all products are done, unless `ahead` will."""
     if LEAD == STAGES:
-        ask(stream, L, (turn + i) % STAGES, batch, head, tiles.visited(walk, i + STAGES) * ROWS, i + STAGES < count)
+        follow(stream, L, ROWS, i % STAGES, walk, count, i + STAGES, batch)
 
 
 @triton.constexpr_function
