@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jttt
-from jttt.kernels import blocks, tiles
+from jttt.kernels import blocks, schedule
 from jttt.kernels.config import Blocks
 from tests import jaxprs, plain
 from tests.plain import Problem
@@ -58,8 +58,8 @@ def blocks_of(queries, keys):
 @pytest.mark.parametrize("rows", [1, 80])
 def test_some_heads_come_after_the_others_where_a_cache_is_small(rows, monkeypatch):
     """One head at a time, or three or four of ten; outputs that no program writes are NaN."""
-    monkeypatch.setattr(tiles, "cached_rows", lambda C: rows)
-    monkeypatch.setattr(tiles, "ENOUGH_PROGRAMS", tl.constexpr(1))
+    monkeypatch.setattr(schedule, "cached_rows", lambda C: rows)
+    monkeypatch.setattr(schedule, "ENOUGH_PROGRAMS", tl.constexpr(1))
     problem = Problem(T=24, S=20, N=5, K=5, H=4, B=2, is_causal=True)
     arrays, directions = problem.draw(np.float32)
     with blocks_of(16, 16) as taken:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jttt
-from jttt.kernels import blocks, tiles
+from jttt.kernels import blocks, schedule
 from tests import plain
 
 CASES = {
@@ -62,4 +62,4 @@ def test_programs_share_their_work_only_if_the_gpu_would_be_idle(programs, at_on
 
 def test_enough_programs_are_twice_those_at_once():
     """Kernels have a constant of their own, since they cannot read that of the table."""
-    assert tiles.ENOUGH_PROGRAMS.value == 2 * blocks.AT_ONCE
+    assert schedule.ENOUGH_PROGRAMS.value == 2 * blocks.AT_ONCE

@@ -4,7 +4,7 @@ d_bias by tiles."""
 import triton
 import triton.language as tl
 
-from jttt.kernels import tiles
+from jttt.kernels import schedule, tiles
 
 
 @triton.jit
@@ -12,7 +12,7 @@ def d_query_kernel(query, key, value, bias, key_start, key_end, query_segments, 
                    block_list, block_counts, lse, lse_tail, d_output, delta, T, S, d_query, C: tl.constexpr):
     BLOCK_T: tl.constexpr = C.blocks.queries
     BLOCK_S: tl.constexpr = C.blocks.keys
-    block, head, batch = tiles.query_program(T, S, C)
+    block, head, batch = schedule.query_program(T, S, C)
     kv_head = head // C.group
     hidden = (key_start, key_end, query_segments, key_segments, mask)
     t0 = block * BLOCK_T
@@ -24,10 +24,10 @@ def d_query_kernel(query, key, value, bias, key_start, key_end, query_segments, 
     row_delta = tiles.load_column(delta, C.layout.delta, batch, head, T, rows)
     dq = tl.zeros([BLOCK_T, tiles.padded(C.layout.query.width)], tl.float32)
 
-    walk = tiles.walk_keys(block, block_list, block_counts, batch, head, T, S, C)
+    walk = schedule.walk_keys(block, block_list, block_counts, batch, head, T, S, C)
     for MASKED in tl.static_range(2):
-        for i in range(tiles.steps(walk, MASKED)):
-            key_block, _ = tiles.step(walk, i, MASKED)
+        for i in range(schedule.steps(walk, MASKED)):
+            key_block, _ = schedule.step(walk, i, MASKED)
             s0 = key_block * BLOCK_S
             at = (batch, head, T, S, t0, s0)
             columns = (s0 + tl.arange(0, BLOCK_S))[None, :]
@@ -47,7 +47,7 @@ def d_key_value_kernel(query, key, value, bias, key_start, key_end, query_segmen
     one program sums over the query heads of its key head."""
     BLOCK_T: tl.constexpr = C.blocks.queries
     BLOCK_S: tl.constexpr = C.blocks.keys
-    block, kv_head, batch = tiles.key_program(T, S, C)
+    block, kv_head, batch = schedule.key_program(T, S, C)
     hidden = (key_start, key_end, query_segments, key_segments, mask)
     s0 = block * BLOCK_S
     columns = (s0 + tl.arange(0, BLOCK_S))[:, None]
@@ -58,10 +58,10 @@ def d_key_value_kernel(query, key, value, bias, key_start, key_end, query_segmen
     if d_value is not None:
         dv = tl.zeros([BLOCK_S, tiles.padded(C.layout.value.width)], tl.float32)
 
-    walk = tiles.walk_queries(block, block_list, block_counts, batch, kv_head, T, S, C)
+    walk = schedule.walk_queries(block, block_list, block_counts, batch, kv_head, T, S, C)
     for MASKED in tl.static_range(2):
-        for i in range(tiles.steps(walk, MASKED)):
-            query_block, head = tiles.step(walk, i, MASKED)
+        for i in range(schedule.steps(walk, MASKED)):
+            query_block, head = schedule.step(walk, i, MASKED)
             t0 = query_block * BLOCK_T
             at = (batch, head, T, S, t0, s0)
             rows = (t0 + tl.arange(0, BLOCK_T))[None, :]
@@ -91,11 +91,11 @@ def d_bias_kernel(query, key, value, bias, key_start, key_end, query_segments, k
     BLOCK_T: tl.constexpr = C.blocks.queries
     BLOCK_S: tl.constexpr = C.blocks.keys
     hidden = (key_start, key_end, query_segments, key_segments, mask)
-    row_block, column_block, bias_head, bias_batch = tiles.bias_program(T, S, C)
+    row_block, column_block, bias_head, bias_batch = schedule.bias_program(T, S, C)
     acc = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)
-    for i in range(tiles.bias_shares(T, S, C)):
-        row, column, head, batch = tiles.bias_share(i, row_block, column_block, bias_head, bias_batch, T, S, C)
-        if not tiles.bias_tile_is_hidden(tile_status, row, column, head, batch, T, S, C):
+    for i in range(schedule.bias_shares(T, S, C)):
+        row, column, head, batch = schedule.bias_share(i, row_block, column_block, bias_head, bias_batch, T, S, C)
+        if not schedule.bias_tile_is_hidden(tile_status, row, column, head, batch, T, S, C):
             t0 = row * BLOCK_T
             s0 = column * BLOCK_S
             rows = (t0 + tl.arange(0, BLOCK_T))[:, None]

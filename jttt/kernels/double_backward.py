@@ -9,7 +9,7 @@ products in which it stands are not made.
 import triton
 import triton.language as tl
 
-from jttt.kernels import tiles
+from jttt.kernels import schedule, tiles
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def tangent_kernel(query, key, value, bias, sinks, key_start, key_end, query_seg
     """t_output is None where only the columns are wanted; row_term, with d_output, in forward mode."""
     BLOCK_T: tl.constexpr = C.blocks.queries
     BLOCK_S: tl.constexpr = C.blocks.keys
-    block, head, batch = tiles.query_program(T, S, C)
+    block, head, batch = schedule.query_program(T, S, C)
     kv_head = head // C.group
     hidden = (key_start, key_end, query_segments, key_segments, mask)
     t0 = block * BLOCK_T
@@ -89,10 +89,10 @@ def tangent_kernel(query, key, value, bias, sinks, key_start, key_end, query_seg
     acc = tl.zeros([BLOCK_T, tiles.padded(C.layout.value.width)], tl.float32)
     total = tl.zeros([BLOCK_T], tl.float32)
 
-    walk = tiles.walk_keys(block, block_list, block_counts, batch, head, T, S, C)
+    walk = schedule.walk_keys(block, block_list, block_counts, batch, head, T, S, C)
     for MASKED in tl.static_range(2):
-        for i in range(tiles.steps(walk, MASKED)):
-            key_block, _ = tiles.step(walk, i, MASKED)
+        for i in range(schedule.steps(walk, MASKED)):
+            key_block, _ = schedule.step(walk, i, MASKED)
             s0 = key_block * BLOCK_S
             at = (batch, head, T, S, t0, s0)
             columns = (s0 + tl.arange(0, BLOCK_S))[None, :]
@@ -133,7 +133,7 @@ def g_query_kernel(query, key, value, bias, key_start, key_end, query_segments, 
                    t_bias, T, S, g_query, C: tl.constexpr):
     BLOCK_T: tl.constexpr = C.blocks.queries
     BLOCK_S: tl.constexpr = C.blocks.keys
-    block, head, batch = tiles.query_program(T, S, C)
+    block, head, batch = schedule.query_program(T, S, C)
     kv_head = head // C.group
     hidden = (key_start, key_end, query_segments, key_segments, mask)
     t0 = block * BLOCK_T
@@ -148,10 +148,10 @@ def g_query_kernel(query, key, value, bias, key_start, key_end, query_segments, 
     w = tiles.load_column(row_term, C.layout.row_term, batch, head, T, rows)
     gq = tl.zeros([BLOCK_T, tiles.padded(C.layout.query.width)], tl.float32)
 
-    walk = tiles.walk_keys(block, block_list, block_counts, batch, head, T, S, C)
+    walk = schedule.walk_keys(block, block_list, block_counts, batch, head, T, S, C)
     for MASKED in tl.static_range(2):
-        for i in range(tiles.steps(walk, MASKED)):
-            key_block, _ = tiles.step(walk, i, MASKED)
+        for i in range(schedule.steps(walk, MASKED)):
+            key_block, _ = schedule.step(walk, i, MASKED)
             s0 = key_block * BLOCK_S
             at = (batch, head, T, S, t0, s0)
             columns = (s0 + tl.arange(0, BLOCK_S))[None, :]
@@ -182,7 +182,7 @@ def g_key_value_kernel(query, key, value, bias, key_start, key_end, query_segmen
     one program sums over the query heads of its key head."""
     BLOCK_T: tl.constexpr = C.blocks.queries
     BLOCK_S: tl.constexpr = C.blocks.keys
-    block, kv_head, batch = tiles.key_program(T, S, C)
+    block, kv_head, batch = schedule.key_program(T, S, C)
     hidden = (key_start, key_end, query_segments, key_segments, mask)
     s0 = block * BLOCK_S
     columns = (s0 + tl.arange(0, BLOCK_S))[:, None]
@@ -195,10 +195,10 @@ def g_key_value_kernel(query, key, value, bias, key_start, key_end, query_segmen
     if g_value is not None:
         gv = tl.zeros([BLOCK_S, tiles.padded(C.layout.value.width)], tl.float32)
 
-    walk = tiles.walk_queries(block, block_list, block_counts, batch, kv_head, T, S, C)
+    walk = schedule.walk_queries(block, block_list, block_counts, batch, kv_head, T, S, C)
     for MASKED in tl.static_range(2):
-        for i in range(tiles.steps(walk, MASKED)):
-            query_block, head = tiles.step(walk, i, MASKED)
+        for i in range(schedule.steps(walk, MASKED)):
+            query_block, head = schedule.step(walk, i, MASKED)
             t0 = query_block * BLOCK_T
             at = (batch, head, T, S, t0, s0)
             rows = (t0 + tl.arange(0, BLOCK_T))[None, :]
@@ -240,11 +240,11 @@ def g_bias_kernel(query, key, value, bias, key_start, key_end, query_segments, k
     BLOCK_T: tl.constexpr = C.blocks.queries
     BLOCK_S: tl.constexpr = C.blocks.keys
     hidden = (key_start, key_end, query_segments, key_segments, mask)
-    row_block, column_block, bias_head, bias_batch = tiles.bias_program(T, S, C)
+    row_block, column_block, bias_head, bias_batch = schedule.bias_program(T, S, C)
     acc = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)
-    for i in range(tiles.bias_shares(T, S, C)):
-        row, column, head, batch = tiles.bias_share(i, row_block, column_block, bias_head, bias_batch, T, S, C)
-        if not tiles.bias_tile_is_hidden(tile_status, row, column, head, batch, T, S, C):
+    for i in range(schedule.bias_shares(T, S, C)):
+        row, column, head, batch = schedule.bias_share(i, row_block, column_block, bias_head, bias_batch, T, S, C)
+        if not schedule.bias_tile_is_hidden(tile_status, row, column, head, batch, T, S, C):
             t0 = row * BLOCK_T
             s0 = column * BLOCK_S
             kv_head = head // C.group

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from jttt.kernels import tiles
+from jttt.kernels import schedule, tiles
 
 
 @triton.jit
@@ -12,7 +12,7 @@ def forward_kernel(query, key, value, bias, sinks, key_start, key_end, query_seg
     """lse_tail is None where there is no bias: with one, scores may be too large for lse to hold."""
     BLOCK_T: tl.constexpr = C.blocks.queries
     BLOCK_S: tl.constexpr = C.blocks.keys
-    block, head, batch = tiles.query_program(T, S, C)
+    block, head, batch = schedule.query_program(T, S, C)
     kv_head = head // C.group
     hidden = (key_start, key_end, query_segments, key_segments, mask)
     t0 = block * BLOCK_T
@@ -23,10 +23,10 @@ def forward_kernel(query, key, value, bias, sinks, key_start, key_end, query_seg
     peak = tl.zeros([BLOCK_T], tl.float32) + sink
     total = tl.zeros([BLOCK_T], tl.float32) + one
 
-    walk = tiles.walk_keys(block, block_list, block_counts, batch, head, T, S, C)
+    walk = schedule.walk_keys(block, block_list, block_counts, batch, head, T, S, C)
     for MASKED in tl.static_range(2):
-        for i in range(tiles.steps(walk, MASKED)):
-            key_block, _ = tiles.step(walk, i, MASKED)
+        for i in range(schedule.steps(walk, MASKED)):
+            key_block, _ = schedule.step(walk, i, MASKED)
             s0 = key_block * BLOCK_S
             at = (batch, head, T, S, t0, s0)
             columns = (s0 + tl.arange(0, BLOCK_S))[None, :]

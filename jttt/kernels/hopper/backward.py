@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jttt.kernels import tiles
+from jttt.kernels import schedule, tiles
 from jttt.kernels.hopper import per_row, stream
 
 
@@ -37,7 +37,7 @@ def d_query_hopper(query, key, value, bias, key_start, key_end, query_segments, 
 
     for MASKED in gl.static_range(2):
         for i in range(full if MASKED else 0, count if MASKED else full):
-            key_block, _ = tiles.visited(walk, i)
+            key_block, _ = schedule.visited(walk, i)
             s0 = key_block * BLOCK_S
             at = (batch, head, T, S, t0, s0)
             columns = (s0 + gl.arange(0, BLOCK_S, gl.SliceLayout(0, TILE)))[None, :]
@@ -68,7 +68,7 @@ def d_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
     ROWS: gl.constexpr = stream.layouts(C, "query", "d_output")
     NUMBERS: gl.constexpr = stream.layouts(C, "lse", "delta")
     ACROSS: gl.constexpr = gl.SliceLayout(0, TILE)
-    block, kv_head, batch = tiles.key_program(T, S, C)
+    block, kv_head, batch = schedule.key_program(T, S, C)
     hidden = (key_start, key_end, query_segments, key_segments, mask)
     s0 = block * BLOCK_S
     columns = (s0 + gl.arange(0, BLOCK_S, gl.SliceLayout(1, TILE)))[:, None]
@@ -85,14 +85,14 @@ def d_key_value_hopper(query, key, value, bias, key_start, key_end, query_segmen
     v = stream.matrix(resident, 1, 0, COLUMNS, BLOCK_S)
     stream.wait(resident, 0, 1, True)
 
-    walk = tiles.walk_queries(block, block_list, block_counts, batch, kv_head, T, S, C)
-    full = tiles.steps(walk, False)
-    count = full + tiles.steps(walk, True)
+    walk = schedule.walk_queries(block, block_list, block_counts, batch, kv_head, T, S, C)
+    full = schedule.steps(walk, False)
+    count = full + schedule.steps(walk, True)
     stream.start(moving, ROWS, BLOCK_T, STAGES, LEAD, walk, count, batch)
     per_row.start(numbers, NUMBERS, BLOCK_T, STAGES, LEAD, walk, count, batch, T)
     for MASKED in gl.static_range(2):
         for i in range(full if MASKED else 0, count if MASKED else full):
-            query_block, head = tiles.visited(walk, i)
+            query_block, head = schedule.visited(walk, i)
             t0 = query_block * BLOCK_T
             at = (batch, head, T, S, t0, s0)
             rows = (t0 + gl.arange(0, BLOCK_T, ACROSS))[None, :]

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from jttt.kernels import tiles
+from jttt.kernels import schedule, tiles
 from jttt.kernels.hopper import stream
 
 
@@ -55,7 +55,7 @@ def forward_hopper(query, key, value, bias, sinks, key_start, key_end, query_seg
         begin = 0 if PART == 0 else (gl.minimum(full, last) if PART == 1 else last)
         end = gl.minimum(full, last) if PART == 0 else (last if PART == 1 else count)
         for i in range(begin, end):
-            key_block, _ = tiles.visited(walk, i)
+            key_block, _ = schedule.visited(walk, i)
             s0 = key_block * BLOCK_S
             at = (batch, head, T, S, t0, s0)
             columns = (s0 + gl.arange(0, BLOCK_S, gl.SliceLayout(0, TILE)))[None, :]

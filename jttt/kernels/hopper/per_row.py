@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from jttt.kernels import tiles
+from jttt.kernels import schedule, tiles
 from jttt.kernels.hopper import stream
 
 
@@ -36,7 +36,7 @@ def bring(numbers, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, wa
     arrays, buffers, arrived = numbers
     if i < count:
         stage = i % STAGES
-        block, head = tiles.visited(walk, i)
+        block, head = schedule.visited(walk, i)
         rows = block * ROWS + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         for array in gl.static_range(len(arrays)):
             if arrays[array] is not None:

@@ -22,17 +22,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jttt.kernels import tiles
+from jttt.kernels import schedule, tiles
 
 
 @gluon.jit
 def queries_at(T, S, block_list, block_counts, C: gl.constexpr):
     """A program with a block of queries: (head, batch, first row, its walk, how many tiles of that are wholly visible,
     how many there are)."""
-    block, head, batch = tiles.query_program(T, S, C)
-    walk = tiles.walk_keys(block, block_list, block_counts, batch, head, T, S, C)
-    full = tiles.steps(walk, False)
-    return head, batch, block * C.blocks.queries, walk, full, full + tiles.steps(walk, True)
+    block, head, batch = schedule.query_program(T, S, C)
+    walk = schedule.walk_keys(block, block_list, block_counts, batch, head, T, S, C)
+    full = schedule.steps(walk, False)
+    return head, batch, block * C.blocks.queries, walk, full, full + schedule.steps(walk, True)
 
 
 @triton.constexpr_function
@@ -124,7 +124,7 @@ def bring(stream, L: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, wal
 @gluon.jit
 def follow(stream, L: gl.constexpr, ROWS: gl.constexpr, stage, walk, count, i, batch):
     """The same where the stage is armed."""
-    block, head = tiles.visited(walk, i)
+    block, head = schedule.visited(walk, i)
     ask(stream, L, stage, batch, head, block * ROWS, i < count)
 
 
